@@ -1,0 +1,92 @@
+"""What every command shares: output as a table or as JSON, files written whole or not at all, progress bars."""
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from onchip.errors import InputError, MissingExtra
+
+console = Console()
+T = TypeVar("T")
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables: exact numbers, stable field names.")]
+PlotOption = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", help="Also draw the picture into FILE (.png or .svg; needs onchip[plot]).")
+]
+
+
+def print_json(value: Any) -> None:
+    """Print `value` as JSON on standard output, without colours or wrapping."""
+    typer.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Give a temporary name beside `path`; rename it onto `path` when the block succeeds, remove it when it fails."""
+    if not path.parent.is_dir():
+        raise InputError(f"{path}: the folder {path.parent} does not exist")
+    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=f".tmp{path.suffix}", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o666 & ~_umask())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def save_plot(path: Path, draw: Callable[[Any], None], size: tuple[float, float] = (8.0, 4.5)) -> None:
+    """Call ``draw(figure)`` on a fresh matplotlib figure and write it to `path` (.png or .svg)."""
+    if path.suffix not in (".png", ".svg"):
+        raise InputError(f"--plot: got {path.name}, accepted: a name ending in .png or .svg")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtra("--plot", "matplotlib", "plot") from None
+    figure = Figure(figsize=size, layout="constrained")
+    draw(figure)
+    with whole_file(path) as temporary:
+        figure.savefig(temporary, dpi=150)
+    console.print(f"wrote {path}")
+
+
+def progress(items: Iterable[T], total: int, label: str, enabled: bool = True) -> Iterator[T]:
+    """Yield `items` under a progress bar on standard error; the bar vanishes when done and is not drawn off a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    stderr = Console(stderr=True)
+    with Progress(*columns, console=stderr, transient=True, disable=not (enabled and stderr.is_terminal)) as bar:
+        task = bar.add_task(label, total=total)
+        for item in items:
+            yield item
+            bar.advance(task)
+
+
+def human_bytes(count: float) -> str:
+    """Decimal units, four digits: 8623489024 → '8.623 GB'."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(count) < 1000 or unit == "TB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.4g} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")
+
+
+def human_time(seconds: float) -> str:
+    """'123 ns', '4.56 µs', '7.89 ms', '1.23 s'."""
+    for scale, unit in ((1e-9, "ns"), (1e-6, "µs"), (1e-3, "ms")):
+        if seconds < 1000 * scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds:.3g} s"
