@@ -180,8 +180,8 @@ def fa1(shape: AttentionShape, tile: Tile, formats: Formats = Formats()) -> Pipe
     set_bytes, sweeps = shape.seq_q * ((d + dv) * e + 2 * FP32), count_blocks(sk, tile.bc)
 
     def state(tensor: str, nbytes: int, row_bytes: int, *, write: bool) -> Stream:
-        issued = n * w.row_visits * row_bytes + (nbytes if write else 0)
-        return Stream(tensor, write, nbytes if write else 0, issued, nbytes, set_bytes, n, 1, sweeps)
+        first = 1 if write else 0  # the write that initialises; every read is of what the kernel itself wrote
+        return Stream(tensor, write, first * nbytes, n * w.row_visits * row_bytes + first * nbytes, nbytes, set_bytes, n, 1, sweeps + first)
 
     streams = [Stream("Q", False, b.q, n * w.row_visits * d * e, b.q, set_bytes, n, 1, sweeps)]
     for tensor, nbytes, row_bytes in (("O", b.o, dv * e), ("m", b.stat, FP32), ("l", b.stat, FP32)):

@@ -16,8 +16,8 @@ from onchip.roofline.ledger import Kernel, Pipeline, Stream
 
 
 def stays(working_set: int, l2_bytes: int) -> float:
-    """The share of a re-walked working set found in L2: 1 up to half the cache, 0 from the whole cache on."""
-    return min(1.0, max(0.0, 2.0 - 2.0 * working_set / l2_bytes))
+    """The share of a re-walked working set found in L2: 1 up to half the cache, 0 from the whole cache on (and without one)."""
+    return min(1.0, max(0.0, 2.0 - 2.0 * working_set / l2_bytes)) if l2_bytes else 0.0
 
 
 def _stream_bytes(stream: Stream, l2_bytes: int, wave: int) -> float:

@@ -44,7 +44,6 @@ class Kernel:
     exps: int = 0  # on the exp unit (MUFU)
     vector_ops: int = 0  # fp32 instructions on the CUDA cores: scale, max, subtract, add, convert; an FMA counts once
     smem_bytes: int = 0  # read from shared memory by the matmuls' operands
-    recomputed: bool = False  # repeats work an earlier kernel did, to save its bytes
 
     @property
     def issued(self) -> int:

@@ -10,9 +10,11 @@ Not here: wave quantisation, latency and launch time; `onchip.roofline.tiles` ad
 """
 from dataclasses import dataclass
 
+from onchip.roofline.attention import Formats, naive
 from onchip.roofline.dram import dram_bytes
 from onchip.roofline.hardware import GPU
 from onchip.roofline.ledger import Kernel, Pipeline
+from onchip.roofline.shape import AttentionShape
 
 SM_PORT = 64  # bytes a clock between one SM and the L2, NVIDIA from Volta on
 
@@ -83,7 +85,7 @@ def kernel_time(kernel: Kernel, gpu: GPU, dtype: str, blocks_per_sm: int = 1) ->
     """Roofs of one kernel whose matmuls run in `dtype`, with `blocks_per_sm` thread blocks resident on each SM."""
     share = min(1.0, kernel.blocks / gpu.sms)
     port = share * gpu.sms * SM_PORT * gpu.clock_ghz * 1e9
-    nbytes = dram_bytes(kernel, gpu.l2_bytes, gpu.sms * blocks_per_sm)
+    nbytes = dram_bytes(kernel, gpu.l2_bytes or 0, gpu.sms * blocks_per_sm)
     work: dict[str, tuple[float, float | None]] = {
         "DRAM": (nbytes, min(gpu.dram_rate, port)),
         "L2": (kernel.issued, min(gpu.l2_rate, port) if gpu.l2_rate else None),
@@ -112,3 +114,13 @@ def speedup_limit(gpu: GPU, dtype: str, head_dim: int, score_bytes: int) -> floa
     Holds while naive is bound by DRAM and the fused kernel by the tensor cores.
     """
     return gpu.knee(dtype) * score_bytes / (4 * head_dim)
+
+
+def naive_to_fused(shape: AttentionShape, gpu: GPU, formats: Formats, *, scale_kernel: bool = False) -> float:
+    """The classic speed-up: naive's kernels, each at the higher of its two classic roofs, over one fused kernel at its own.
+
+    The textbook ledger (operands once a kernel: 8Nd + 8N² at two bytes, 12N² with the scale kernel) against compulsory bytes and 4N²d.
+    """
+    pipeline = naive(shape, formats=formats, scale_kernel=scale_kernel)
+    separate = sum(ideal_time(k.unique, k.matmul_flops, gpu, formats.inputs) for k in pipeline.kernels)
+    return separate / ideal_time(pipeline.compulsory, pipeline.useful_flops, gpu, formats.inputs)
