@@ -1,4 +1,1 @@
-"""The ``onchip`` command. One file a command; each registers itself on `app`."""
-from onchip.cli.app import main
-
-__all__ = ["main"]
+"""The ``onchip`` command. `onchip.cli.app` gathers the commands, one file each."""

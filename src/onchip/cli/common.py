@@ -1,6 +1,7 @@
 """What every command shares: output as a table or as JSON, files written whole or not at all, progress bars."""
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -8,12 +9,15 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from onchip.errors import InputError, MissingExtra
 
-console = Console()
+# Off a terminal (a pipe, a log) there is no width to fit: 120 columns hold every table.
+console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
 T = TypeVar("T")
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables: exact numbers, stable field names.")]
@@ -25,6 +29,14 @@ PlotOption = Annotated[
 def print_json(value: Any) -> None:
     """Print `value` as JSON on standard output, without colours or wrapping."""
     typer.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
+def make_table(title: str, left: tuple[str, ...], *headings: str) -> Table:
+    """A table in the house's form: the columns named in `left` are words, the others numbers; eight columns fit 80 characters."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in left else "right", no_wrap=True)
+    return table
 
 
 @contextmanager
@@ -76,10 +88,10 @@ def progress(items: Iterable[T], total: int, label: str, enabled: bool = True) -
 
 
 def human_bytes(count: float) -> str:
-    """Decimal units, four digits: 8623489024 → '8.623 GB'."""
+    """Decimal units, three digits: 8623489024 → '8.62 GB'."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(count) < 1000 or unit == "TB":
-            return f"{count:.0f} B" if unit == "B" else f"{count:.4g} {unit}"
+        if abs(count) < 999.5 or unit == "TB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
         count /= 1000
     raise AssertionError("unreachable")
 
@@ -87,6 +99,6 @@ def human_bytes(count: float) -> str:
 def human_time(seconds: float) -> str:
     """'123 ns', '4.56 µs', '7.89 ms', '1.23 s'."""
     for scale, unit in ((1e-9, "ns"), (1e-6, "µs"), (1e-3, "ms")):
-        if seconds < 1000 * scale:
+        if seconds < 999.5 * scale:
             return f"{seconds / scale:.3g} {unit}"
     return f"{seconds:.3g} s"

@@ -1,0 +1,64 @@
+"""The options that describe an attention problem, a tile and a GPU: written once, worded alike in every command."""
+import re
+from typing import Annotated
+
+import typer
+
+from onchip.errors import InputError, require
+from onchip.roofline.attention import Tile
+from onchip.roofline.hardware import GPU
+from onchip.roofline.shape import AttentionShape
+
+SeqOption = Annotated[int, typer.Option("--seq", help="Sequence length N: queries, and keys unless --seq-k is given.",
+                                        rich_help_panel="Problem")]
+SeqKOption = Annotated[int | None, typer.Option("--seq-k", help="Keys, where they differ from queries (cross-attention, decode).",
+                                                rich_help_panel="Problem", show_default=False)]
+HeadDimOption = Annotated[int, typer.Option("--head-dim", help="Head dimension d of Q and K.", rich_help_panel="Problem")]
+HeadDimVOption = Annotated[int | None, typer.Option("--head-dim-v", help="Head dimension of V and O, where it differs from d.",
+                                                    rich_help_panel="Problem", show_default=False)]
+HeadsOption = Annotated[int, typer.Option("--heads", help="Query heads.", rich_help_panel="Problem")]
+KvHeadsOption = Annotated[int | None, typer.Option("--kv-heads", help="K/V heads, a divisor of --heads (grouped-query attention).",
+                                                   rich_help_panel="Problem", show_default="as --heads")]
+BatchOption = Annotated[int, typer.Option("--batch", help="Batch size.", rich_help_panel="Problem")]
+CausalOption = Annotated[bool, typer.Option("--causal", help="Query i sees keys up to i + Sk − Sq (bottom-right aligned).",
+                                            rich_help_panel="Problem")]
+TopLeftOption = Annotated[bool, typer.Option("--top-left", help="Causal, aligned top-left: query i sees keys up to i.",
+                                             rich_help_panel="Problem")]
+WindowOption = Annotated[str | None, typer.Option("--window", metavar="LEFT,RIGHT", rich_help_panel="Problem", show_default=False,
+                                                  help="Keys seen left and right of the query itself, inclusive; empty: no bound.")]
+DtypeOption = Annotated[str, typer.Option("--dtype", help="Format of Q, K, V and O: bf16, fp16, fp32, e4m3 …", rich_help_panel="Problem")]
+GpuOption = Annotated[str, typer.Option("--gpu", help="A card by name (h200, a100-80gb, rtx-4090 …) or by numbers: "
+                                                      "'sms=132,clock_ghz=1.83,dram_gbps=4800,l2_mib=60,bf16_tflops=989'.")]
+TileOption = Annotated[str, typer.Option("--tile", metavar="BRxBC", help="Query rows × keys of a tile.")]
+
+
+def parse_window(text: str | None) -> tuple[int | None, int | None]:
+    """``'128,0'`` → (128, 0); ``'128,'`` → (128, None)."""
+    if text is None:
+        return None, None
+    match = re.fullmatch(r"\s*(\d*)\s*,\s*(\d*)\s*", text)
+    if not match:
+        raise InputError(f"--window: got {text!r}, accepted: LEFT,RIGHT with whole numbers, either may be empty, e.g. 128,0")
+    left, right = (int(part) if part else None for part in match.groups())
+    return left, right
+
+
+def parse_tile(text: str, gpu: GPU | None = None) -> Tile:
+    """``'128x64'`` → 128 query rows × 64 keys; wgmma's 64-row operands on a GPU that has it."""
+    match = re.fullmatch(r"(\d+)[x×](\d+)", text.strip().lower())
+    if not match:
+        raise InputError(f"--tile: got {text!r}, accepted: ROWSxKEYS, e.g. 128x64")
+    br, bc = map(int, match.groups())
+    wgmma = gpu is not None and gpu.capability == (9, 0) and br % 64 == 0
+    return Tile(br, bc, 64 if wgmma else 0)
+
+
+def build_shape(seq: int, seq_k: int | None, head_dim: int, head_dim_v: int | None, heads: int, kv_heads: int | None, batch: int,
+                causal: bool, top_left: bool, window: str | None) -> AttentionShape:
+    """The `AttentionShape` the options describe; `InputError` names the option at fault."""
+    sizes = {"--seq": seq, "--seq-k": seq_k, "--head-dim": head_dim, "--head-dim-v": head_dim_v, "--heads": heads,
+             "--kv-heads": kv_heads, "--batch": batch}
+    for option, value in sizes.items():
+        require(value is None or value >= 1, option, value, "a whole number ≥ 1")
+    mode = "top-left" if top_left else "bottom-right" if causal else None
+    return AttentionShape(seq, seq_k or seq, head_dim, head_dim_v or head_dim, batch, heads, kv_heads or heads, mode, parse_window(window))
