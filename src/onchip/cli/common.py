@@ -73,7 +73,7 @@ def save_plot(path: Path, draw: Callable[[Any], None], size: tuple[float, float]
     draw(figure)
     with whole_file(path) as temporary:
         figure.savefig(temporary, dpi=150)
-    console.print(f"wrote {path}")
+    typer.echo(f"wrote {path}", err=True)  # standard output is for the answer
 
 
 def progress(items: Iterable[T], total: int, label: str, enabled: bool = True) -> Iterator[T]:

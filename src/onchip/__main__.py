@@ -1,0 +1,4 @@
+"""``python -m onchip`` is the ``onchip`` command."""
+from onchip.cli.app import main
+
+main()
