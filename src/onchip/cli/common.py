@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from onchip.errors import InputError, MissingExtra
@@ -76,15 +76,25 @@ def save_plot(path: Path, draw: Callable[[Any], None], size: tuple[float, float]
     typer.echo(f"wrote {path}", err=True)  # standard output is for the answer
 
 
-def progress(items: Iterable[T], total: int, label: str, enabled: bool = True) -> Iterator[T]:
-    """Yield `items` under a progress bar on standard error; the bar vanishes when done and is not drawn off a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+@contextmanager
+def working(label: str, total: int) -> Iterator[Callable[[str], None]]:
+    """A progress bar on standard error for work in `total` steps; call the value with the name of each step as it starts.
+
+    The bar vanishes when done and is not drawn off a terminal.
+    """
     stderr = Console(stderr=True)
-    with Progress(*columns, console=stderr, transient=True, disable=not (enabled and stderr.is_terminal)) as bar:
-        task = bar.add_task(label, total=total)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+        task = bar.add_task(label, total=total, completed=-1)
+        yield lambda step: bar.update(task, advance=1, description=f"{label}: {step}")
+
+
+def progress(items: Iterable[T], total: int, label: str) -> Iterator[T]:
+    """Yield `items` under the bar of `working`."""
+    with working(label, total) as step:
         for item in items:
+            step(str(item))
             yield item
-            bar.advance(task)
 
 
 def human_bytes(count: float) -> str:

@@ -6,6 +6,7 @@ import typer
 
 from onchip.errors import InputError, require
 from onchip.roofline.attention import Tile
+from onchip.roofline.dtypes import parse_dtype
 from onchip.roofline.hardware import GPU
 from onchip.roofline.shape import AttentionShape
 
@@ -62,3 +63,26 @@ def build_shape(seq: int, seq_k: int | None, head_dim: int, head_dim_v: int | No
         require(value is None or value >= 1, option, value, "a whole number ≥ 1")
     mode = "top-left" if top_left else "bottom-right" if causal else None
     return AttentionShape(seq, seq_k or seq, head_dim, head_dim_v or head_dim, batch, heads, kv_heads or heads, mode, parse_window(window))
+
+
+def describe(shape: AttentionShape, dtype: str, tile: Tile | None = None) -> str:
+    """The problem in one line: ``B1 H32/8, N 4096, d 128, bfloat16, causal bottom-right, tile 128×64``."""
+    heads = f"H{shape.heads}" + (f"/{shape.kv_heads}" if shape.kv_heads != shape.heads else "")
+    lengths = f"N {shape.seq_q}" if shape.seq_q == shape.seq_k else f"Sq {shape.seq_q}, Sk {shape.seq_k}"
+    dims = f"d {shape.head_dim}" + (f"/{shape.head_dim_v}" if shape.head_dim_v != shape.head_dim else "")
+    parts = [f"B{shape.batch} {heads}", lengths, dims, parse_dtype(dtype)]
+    if shape.causal:
+        parts.append(f"causal {shape.causal}")
+    if shape.window != (None, None):
+        parts.append("window " + ",".join("∞" if width is None else str(width) for width in shape.window))
+    return ", ".join(parts if tile is None else [*parts, f"tile {tile.br}×{tile.bc}"])
+
+
+def notes(card: GPU) -> list[str]:
+    """What the reader should know about the card's figures."""
+    lines = [f"Figures of the {card.title}: {card.source}."]
+    if card.assumed:
+        lines.append(f"Carried over from a relative, not documented for this card: {', '.join(card.assumed)}.")
+    if card.l2_rate is None:
+        lines.append("No public figure for its L2 bandwidth: the L2 roof is left out.")
+    return lines

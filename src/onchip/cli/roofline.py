@@ -1,4 +1,5 @@
 """``onchip roofline``: bytes, FLOPs and predicted time of every rung on a GPU, in closed form."""
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -6,7 +7,7 @@ from rich.table import Table
 
 from onchip.cli import options as opt
 from onchip.cli.common import JsonOption, PlotOption, console, human_bytes, human_time, make_table, print_json, save_plot
-from onchip.ladder.rungs import Problem, Rung, climb
+from onchip.ladder.rungs import Ladder, Rung
 from onchip.roofline.attention import Formats, naive
 from onchip.roofline.hardware import GPU, parse_gpu
 from onchip.roofline.ledger import Pipeline
@@ -48,42 +49,47 @@ def roofline(
     """
     card = parse_gpu(gpu)
     shape = opt.build_shape(seq, seq_k, head_dim, head_dim_v, heads, kv_heads, batch, causal, top_left, window)
-    problem = Problem(shape, opt.parse_tile(tile, card), Formats(dtype, scores_dtype or dtype), card)
+    ladder = Ladder(shape, opt.parse_tile(tile, card), Formats(dtype, scores_dtype or dtype), card)
     rows = []
-    for rung in climb(problem, backward=backward):
-        pipeline = problem.pipeline(rung)
-        rows.append((rung, pipeline, predict(pipeline, card, problem.formats.inputs)))
+    for rung in ladder.rungs(backward=backward):
+        pipeline = ladder.pipeline(rung)
+        rows.append((rung, pipeline, predict(pipeline, card, ladder.formats.inputs)))
     if as_json:
-        print_json(report(problem, rows))
+        print_json(report(ladder, rows))
     else:
-        show(problem, rows, kernels, backward)
+        show(ladder, rows, kernels, backward)
     if plot:
-        save_plot(plot, lambda figure: draw(figure, problem, rows))
+        save_plot(plot, lambda figure: draw(figure, ladder, rows))
 
 
 Row = tuple[Rung, Pipeline, Prediction]
 
 
-def report(problem: Problem, rows: list[Row]) -> dict[str, Any]:
+def report(ladder: Ladder, rows: list[Row]) -> dict[str, Any]:
     """Every figure, unrounded, under stable names: bytes, seconds, FLOPs."""
-    shape, formats, card = problem.shape, problem.formats, problem.gpu
-    speedups = classic(problem)
+    speedups = classic(ladder)
     return {
-        "gpu": {"name": card.name, "knee_flop_per_byte": card.knee(formats.inputs), "source": card.source,
-                "assumed": list(card.assumed), "measured": list(card.measured)},
-        "shape": {"batch": shape.batch, "heads": shape.heads, "kv_heads": shape.kv_heads, "seq_q": shape.seq_q, "seq_k": shape.seq_k,
-                  "head_dim": shape.head_dim, "head_dim_v": shape.head_dim_v, "causal": shape.causal, "window": list(shape.window),
-                  "inputs": formats.inputs, "scores": formats.scores, "tile": [problem.tile.br, problem.tile.bc]},
+        **problem_report(ladder),
         "naive_to_fused": {name: now for name, (now, _) in speedups.items()},
         "naive_to_fused_limit": {name: limit for name, (_, limit) in speedups.items()},
-        "naive_textbook_bytes": naive(shape, formats=formats).textbook,
+        "naive_textbook_bytes": naive(ladder.shape, formats=ladder.formats).textbook,
         "rungs": [rung_report(*row) for row in rows],
     }
 
 
-def classic(problem: Problem) -> dict[str, tuple[float, float]]:
+def problem_report(ladder: Ladder) -> dict[str, Any]:
+    """The GPU and the problem."""
+    card, formats = ladder.gpu, ladder.formats
+    return {
+        "gpu": {"name": card.name, "knee_flop_per_byte": card.knee(formats.inputs), "source": card.source,
+                "assumed": list(card.assumed), "measured": list(card.measured)},
+        "shape": asdict(ladder.shape) | {"inputs": formats.inputs, "scores": formats.scores, "tile": [ladder.tile.br, ladder.tile.bc]},
+    }
+
+
+def classic(ladder: Ladder) -> dict[str, tuple[float, float]]:
     """Naive → fused by the two classic roofs, for each ledger: (at this shape, limit for N → ∞ unmasked)."""
-    shape, formats, card = problem.shape, problem.formats, problem.gpu
+    shape, formats, card = ladder.shape, ladder.formats, ladder.gpu
     return {name: (naive_to_fused(shape, card, formats, scale_kernel=scale),
                    speedup_limit(card, formats.inputs, shape.head_dim, passes * formats.es)) for name, (scale, passes) in LEDGERS.items()}
 
@@ -100,10 +106,10 @@ def rung_report(rung: Rung, pipeline: Pipeline, prediction: Prediction) -> dict[
     }
 
 
-def show(problem: Problem, rows: list[Row], kernels: bool, backward: bool) -> None:
+def show(ladder: Ladder, rows: list[Row], kernels: bool, backward: bool) -> None:
     """The tables a person reads."""
-    card, formats = problem.gpu, problem.formats
-    table = make_table(f"{card.title}, {describe(problem)}", ("rung", "roof"),
+    card, formats = ladder.gpu, ladder.formats
+    table = make_table(f"{card.title}, {opt.describe(ladder.shape, ladder.formats.inputs, ladder.tile)}", ("rung", "roof"),
                        "rung", "issued", "DRAM", "FLOP/B", "roof", "SMs", "time", "speed-up")
     first = rows[0][2].time
     for rung, pipeline, prediction in rows:
@@ -118,30 +124,10 @@ def show(problem: Problem, rows: list[Row], kernels: bool, backward: bool) -> No
     console.print(f"Compulsory: {human_bytes(rows[-1][1].compulsory)}. "
                   f"Knee of the {card.title}: {card.knee(formats.inputs):.1f} FLOP/B in {formats.inputs}.")
     if not backward:
-        for name, (now, limit) in classic(problem).items():
+        for name, (now, limit) in classic(ladder).items():
             console.print(f"Naive → fused by the classic two roofs, ledger {name}: {now:.3f}x (N → ∞, unmasked: {limit:.3f}x)")
-    for note in notes(card):
+    for note in opt.notes(card):
         console.print(note, style="dim")
-
-
-def notes(card: GPU) -> list[str]:
-    """What the reader should know about the card's figures."""
-    lines = [f"Figures of the {card.title}: {card.source}."]
-    if card.assumed:
-        lines.append(f"Carried over from a relative, not documented for this card: {', '.join(card.assumed)}.")
-    if card.l2_rate is None:
-        lines.append("No public figure for its L2 bandwidth: the L2 roof is left out.")
-    return lines
-
-
-def describe(problem: Problem) -> str:
-    """The problem in one line."""
-    s, tile = problem.shape, problem.tile
-    mask = (f", causal {s.causal}" if s.causal else "") + (f", window {s.window}" if s.window != (None, None) else "")
-    heads = f"H{s.heads}" + (f"/{s.kv_heads}" if s.kv_heads != s.heads else "")
-    lengths = f"N {s.seq_q}" if s.seq_q == s.seq_k else f"Sq {s.seq_q}, Sk {s.seq_k}"
-    dims = f"d {s.head_dim}" + (f"/{s.head_dim_v}" if s.head_dim_v != s.head_dim else "")
-    return f"B{s.batch} {heads}, {lengths}, {dims}, {problem.formats.inputs}{mask}, tile {tile.br}×{tile.bc}"
 
 
 def kernel_table(rows: list[Row]) -> Table:
@@ -154,9 +140,9 @@ def kernel_table(rows: list[Row]) -> Table:
     return table
 
 
-def draw(figure: Any, problem: Problem, rows: list[Row]) -> None:
+def draw(figure: Any, ladder: Ladder, rows: list[Row]) -> None:
     """The roofline: the card's roof, and each rung where its DRAM intensity and predicted speed put it."""
-    card, dtype = problem.gpu, problem.formats.inputs
+    card, dtype = ladder.gpu, ladder.formats.inputs
     axes = figure.add_subplot()
     knee, peak = card.knee(dtype), card.matmul_rate(dtype)
     points = [(p.useful_flops / t.dram_bytes, p.useful_flops / t.time / 1e12, rung.title) for rung, p, t in rows]
@@ -164,6 +150,6 @@ def draw(figure: Any, problem: Problem, rows: list[Row]) -> None:
     axes.plot([low, knee, high], [low * card.dram_rate / 1e12, peak / 1e12, peak / 1e12], color="black", label=f"roof of the {card.title}")
     for index, (x, y, title) in enumerate(points):
         axes.plot(x, y, "o", color=f"C{index}", label=title)
-    axes.set(xscale="log", yscale="log", xlabel="useful FLOP / DRAM byte", ylabel="useful TFLOP/s, predicted", title=describe(problem))
+    axes.set(xscale="log", yscale="log", xlabel="useful FLOP / DRAM byte", ylabel="useful TFLOP/s, predicted", title=opt.describe(ladder.shape, ladder.formats.inputs, ladder.tile))
     axes.grid(True, which="both", alpha=0.2)
     figure.legend(fontsize=8, loc="outside right upper")

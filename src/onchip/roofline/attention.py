@@ -5,7 +5,7 @@ Conventions, shared with `onchip.simulate`, which executes the same schedules an
 * a tile is br query rows × bc keys; ragged tiles count their real rows and keys;
 * a tile without a visible pair is skipped and its data not loaded;
 * a query tile that sees nothing loads nothing and still writes its (zero) output;
-* statistics (m, l, lse, D) and partial outputs are fp32;
+* statistics (m, l, lse, D) and unfinished sums (partial O, dQ) have a format of their own, fp32 unless said otherwise;
 * each query head walks its own K and V (a group of G query heads therefore issues K and V G times, unless packed);
 * naive kernels skip nothing: masking comes after the products.
 
@@ -17,8 +17,6 @@ from onchip.errors import require
 from onchip.roofline.dtypes import BYTES, parse_dtype
 from onchip.roofline.ledger import Kernel, Pipeline, Stream, once
 from onchip.roofline.shape import AttentionShape, TileWalk, count_blocks, visits, walk
-
-FP32 = 4  # bytes of a statistic or a partial result
 
 # fp32 instructions an element of S costs beside its exponential: scale-and-subtract (one FMA), max, add into l, convert to P's format.
 SOFTMAX_OPS = 4
@@ -45,14 +43,15 @@ class Tile:
 
 @dataclass(frozen=True)
 class Formats:
-    """Number formats: `inputs` for Q, K, V, O and their gradients, `scores` for S and P where they go through memory."""
+    """Number formats: `inputs` for Q, K, V, O and gradients, `scores` for S and P where they go through memory, `state` for the rest."""
 
     inputs: str = "bfloat16"
     scores: str = "bfloat16"
+    state: str = "float32"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "inputs", parse_dtype(self.inputs, "inputs"))
-        object.__setattr__(self, "scores", parse_dtype(self.scores, "scores"))
+        for name in ("inputs", "scores", "state"):
+            object.__setattr__(self, name, parse_dtype(getattr(self, name), name))
 
     @property
     def e(self) -> int:
@@ -64,6 +63,11 @@ class Formats:
         """Bytes of an element of S or P."""
         return BYTES[self.scores]
 
+    @property
+    def et(self) -> int:
+        """Bytes of a statistic or an element of an unfinished sum."""
+        return BYTES[self.state]
+
 
 class Sizes:
     """Bytes of one problem's tensors, over all heads and batches."""
@@ -72,7 +76,7 @@ class Sizes:
         e, rows, keys = formats.e, shape.query_heads * shape.seq_q, shape.kv_pairs * shape.seq_k
         self.q, self.o = rows * shape.head_dim * e, rows * shape.head_dim_v * e
         self.k, self.v = keys * shape.head_dim * e, keys * shape.head_dim_v * e
-        self.stat = rows * FP32  # one of m, l, lse, D
+        self.stat = rows * formats.et  # one of m, l, lse, D
         self.scores = rows * shape.seq_k  # elements of S
         self.s = self.scores * formats.es
         self.inputs, self.forward = self.q + self.k + self.v, self.q + self.k + self.v + self.o
@@ -130,9 +134,9 @@ def useful_flops(shape: AttentionShape) -> int:
     return shape.query_heads * shape.pairs() * 2 * (shape.head_dim + shape.head_dim_v)
 
 
-def _fused(name: str, shape: AttentionShape, tile: Tile, formats: Formats, k_passes: int, v_passes: int, exp_passes: int, *,
-           lse: bool) -> Pipeline:
-    """Q outer, K and V inner, S on the chip; K walked `k_passes` times (S recomputed each time), V `v_passes`."""
+def _fused(name: str, shape: AttentionShape, tile: Tile, formats: Formats, k_passes: int, exp_passes: int, *, rescales: bool = False,
+           lse: bool = False) -> Pipeline:
+    """Q outer, K and V inner, S on the chip; K walked `k_passes` times (S recomputed each time), V once."""
     b, w, n = Sizes(shape, formats), walk(shape, tile.br, tile.bc), shape.query_heads
     d, dv, e = shape.head_dim, shape.head_dim_v, formats.e
     tq = count_blocks(shape.seq_q, tile.br)
@@ -141,12 +145,13 @@ def _fused(name: str, shape: AttentionShape, tile: Tile, formats: Formats, k_pas
     def walked(tensor: str, nbytes: int, dim: int, passes: int) -> Stream:
         return Stream(tensor, False, nbytes, n * w.key_visits * dim * e * passes, nbytes, kv_set, shape.kv_pairs, walkers, passes)
 
-    streams = [once("Q", n * w.rows * d * e), walked("K", b.k, d, k_passes), walked("V", b.v, dv, v_passes), once("O", b.o, write=True)]
+    streams = [once("Q", n * w.rows * d * e), walked("K", b.k, d, k_passes), walked("V", b.v, dv, 1), once("O", b.o, write=True)]
     if lse:
         streams.append(once("lse", b.stat, write=True))
-    kernel = Kernel(name, tuple(streams), n * tq, matmul_flops=2 * n * w.area * (d * k_passes + dv * v_passes),
-                    exps=n * exp_passes * (w.area + w.row_visits), vector_ops=n * SOFTMAX_OPS * exp_passes * w.area,
-                    smem_bytes=operand_smem(n, w, tile, d * k_passes + dv * v_passes, d * k_passes, e))
+    kernel = Kernel(name, tuple(streams), n * tq, matmul_flops=2 * n * w.area * (d * k_passes + dv),
+                    exps=n * exp_passes * (w.area + w.row_visits),
+                    vector_ops=n * (SOFTMAX_OPS * exp_passes * w.area + (w.row_visits * dv if rescales else 0)),
+                    smem_bytes=operand_smem(n, w, tile, d * k_passes + dv, d * k_passes, e))
     return Pipeline(name, (kernel,), b.forward + (b.stat if lse else 0), useful_flops(shape))
 
 
@@ -157,12 +162,12 @@ def operand_smem(n: int, w: TileWalk, tile: Tile, shared_dims: int, row_dims: in
 
 def tiled(shape: AttentionShape, tile: Tile, formats: Formats = Formats()) -> Pipeline:
     """S in tiles that never leave the chip, safe softmax in three passes (max; sum; PV): K read, QKᵀ computed three times a query tile."""
-    return _fused("tiled, three passes", shape, tile, formats, 3, 1, 2, lse=False)
+    return _fused("tiled, three passes", shape, tile, formats, 3, 2)
 
 
 def online(shape: AttentionShape, tile: Tile, formats: Formats = Formats()) -> Pipeline:
     """Online softmax: m and l in one pass, then P and PV in a second; K read twice a query tile."""
-    return _fused("online softmax, two passes", shape, tile, formats, 2, 1, 2, lse=False)
+    return _fused("online softmax, two passes", shape, tile, formats, 2, 2)
 
 
 def fa2(shape: AttentionShape, tile: Tile, formats: Formats = Formats(), *, lse: bool = True) -> Pipeline:
@@ -170,21 +175,21 @@ def fa2(shape: AttentionShape, tile: Tile, formats: Formats = Formats(), *, lse:
 
     Issues 2Nd·e + 2N²d·e/br bytes a head when d = dv and br divides N, and 4N more for the `lse` a backward needs.
     """
-    return _fused("FlashAttention-2", shape, tile, formats, 1, 1, 1, lse=lse)
+    return _fused("FlashAttention-2", shape, tile, formats, 1, 1, rescales=True, lse=lse)
 
 
 def fa1(shape: AttentionShape, tile: Tile, formats: Formats = Formats()) -> Pipeline:
     """FlashAttention-1: K/V outer, Q inner; O, m, l written once to initialise, then read and written at every step. One block a head."""
     b, w, n = Sizes(shape, formats), walk(shape, tile.br, tile.bc), shape.query_heads
-    d, dv, e, sk = shape.head_dim, shape.head_dim_v, formats.e, shape.seq_k
-    set_bytes, sweeps = shape.seq_q * ((d + dv) * e + 2 * FP32), count_blocks(sk, tile.bc)
+    d, dv, e, et, sk = shape.head_dim, shape.head_dim_v, formats.e, formats.et, shape.seq_k
+    set_bytes, sweeps = shape.seq_q * ((d + dv) * e + 2 * et), count_blocks(sk, tile.bc)
 
     def state(tensor: str, nbytes: int, row_bytes: int, *, write: bool) -> Stream:
         first = 1 if write else 0  # the write that initialises; every read is of what the kernel itself wrote
         return Stream(tensor, write, first * nbytes, n * w.row_visits * row_bytes + first * nbytes, nbytes, set_bytes, n, 1, sweeps + first)
 
     streams = [Stream("Q", False, b.q, n * w.row_visits * d * e, b.q, set_bytes, n, 1, sweeps)]
-    for tensor, nbytes, row_bytes in (("O", b.o, dv * e), ("m", b.stat, FP32), ("l", b.stat, FP32)):
+    for tensor, nbytes, row_bytes in (("O", b.o, dv * e), ("m", b.stat, et), ("l", b.stat, et)):
         streams += [state(tensor, nbytes, row_bytes, write=False), state(tensor, nbytes, row_bytes, write=True)]
     kv_set = sk * (d + dv) * e
     streams += [operand("K", b.k, n * w.keys * d * e, kv_set, shape.kv_pairs, shape.group),
@@ -206,7 +211,7 @@ def split_kv(shape: AttentionShape, tile: Tile, splits: int, formats: Formats = 
     d, dv, e = shape.head_dim, shape.head_dim_v, formats.e
     tq, per_split = count_blocks(shape.seq_q, tile.br), count_blocks(count_blocks(shape.seq_k, tile.bc), splits)
     q_rows = sum(rows * ((last - 1) // per_split - first // per_split + 1) for rows, first, last, _ in visits(shape, tile.br, tile.bc))
-    partial_o, partial_lse = splits * n * shape.seq_q * dv * FP32, splits * b.stat
+    partial_o, partial_lse = splits * b.stat * dv, splits * b.stat
     kv_set, walkers = shape.seq_k * (d + dv) * e, shape.group * tq
     walked = Kernel(
         "split walk",
@@ -214,9 +219,9 @@ def split_kv(shape: AttentionShape, tile: Tile, splits: int, formats: Formats = 
          operand("K", b.k, n * w.key_visits * d * e, kv_set, shape.kv_pairs, walkers),
          operand("V", b.v, n * w.key_visits * dv * e, kv_set, shape.kv_pairs, walkers),
          scores("partial O", partial_o, write=True), scores("partial lse", partial_lse, write=True)),
-        n * tq * splits, matmul_flops=2 * n * w.area * (d + dv), exps=n * (w.area + w.row_visits), vector_ops=n * SOFTMAX_OPS * w.area,
-        smem_bytes=operand_smem(n, w, tile, d + dv, d, e))
+        n * tq * splits, matmul_flops=2 * n * w.area * (d + dv), exps=n * (w.area + w.row_visits),
+        vector_ops=n * (SOFTMAX_OPS * w.area + w.row_visits * dv), smem_bytes=operand_smem(n, w, tile, d + dv, d, e))
     merge = Kernel(
         "merge", (scores("partial O", partial_o), scores("partial lse", partial_lse), once("O", b.o, write=True)), n * tq,
-        exps=splits * n * shape.seq_q, vector_ops=2 * partial_o // FP32)
+        exps=splits * n * shape.seq_q, vector_ops=2 * splits * n * shape.seq_q * dv)
     return Pipeline(f"split-KV, {splits} splits", (walked, merge), compulsory, useful)

@@ -4,7 +4,7 @@
 
 Five matmuls, 2.5 times the forward's FLOPs. Gradients of K and V are summed over the query heads that share them inside the kernel.
 """
-from onchip.roofline.attention import FP32, Formats, Sizes, Tile, gemm_smem, operand, scores
+from onchip.roofline.attention import Formats, Sizes, Tile, gemm_smem, operand, scores
 from onchip.roofline.ledger import Kernel, Pipeline, Stream, once
 from onchip.roofline.shape import AttentionShape, count_blocks, walk
 
@@ -47,17 +47,17 @@ def naive_backward(shape: AttentionShape, tile: Tile | None = None, formats: For
 
 
 def fa2_backward(shape: AttentionShape, tile: Tile, formats: Formats = Formats()) -> Pipeline:
-    """P recomputed from Q, K and lse: no N² byte is moved. K/V outer, Q inner; dQ accumulated in fp32 in device memory.
+    """P recomputed from Q, K and lse: no N² byte is moved. K/V outer, Q inner; dQ accumulated in the state's format in device memory.
 
     Preprocess writes D = rowsum(dO ∘ O) and zeroes the dQ accumulator; the main kernel reads and writes the accumulator at every visited
     tile; postprocess turns it into dQ.
     """
     n, kv, group = shape.query_heads, shape.kv_pairs, shape.group
-    sq, sk, d, dv, e = shape.seq_q, shape.seq_k, shape.head_dim, shape.head_dim_v, formats.e
+    sq, sk, d, dv, e, et = shape.seq_q, shape.seq_k, shape.head_dim, shape.head_dim_v, formats.e, formats.et
     b, w = Sizes(shape, formats), walk(shape, tile.br, tile.bc)
     tq, tk = count_blocks(sq, tile.br), count_blocks(sk, tile.bc)
-    acc = n * sq * d * FP32
-    set_bytes = group * sq * ((d + dv) * e + 2 * FP32 + d * FP32)  # all a K/V tile walks
+    acc = n * sq * d * et
+    set_bytes = group * sq * ((d + dv) * e + 2 * et + d * et)  # all a K/V tile walks
 
     def walked(tensor: str, nbytes: int, row_bytes: int, *, write: bool = False, unique: int | None = None) -> Stream:
         return Stream(tensor, write, nbytes if unique is None else unique, n * w.row_visits * row_bytes, nbytes, set_bytes, kv, tk)
@@ -67,8 +67,8 @@ def fa2_backward(shape: AttentionShape, tile: Tile, formats: Formats = Formats()
     main = Kernel(
         "dK, dV, dQ",
         (once("K", kv * w.keys * d * e), once("V", kv * w.keys * dv * e), walked("Q", b.q, d * e), walked("dO", b.o, dv * e),
-         walked("lse", b.stat, FP32), walked("D", b.stat, FP32), walked("dQ acc", acc, d * FP32),
-         walked("dQ acc", acc, d * FP32, write=True), once("dK", b.k, write=True), once("dV", b.v, write=True)),
+         walked("lse", b.stat, et), walked("D", b.stat, et), walked("dQ acc", acc, d * et),
+         walked("dQ acc", acc, d * et, write=True), once("dK", b.k, write=True), once("dV", b.v, write=True)),
         kv * tk, matmul_flops=2 * n * w.area * (3 * d + 2 * dv), exps=n * w.area, vector_ops=n * BACKWARD_OPS * w.area,
         # K and V once for mma_rows query rows; Q and dO as rows of S and dP, then as the shared operand of dK and dV; dS out and back
         smem_bytes=n * e * (w.area * (2 * d + dv) // tile.mma_rows + w.row_visits * 2 * (d + dv) + 2 * w.area))

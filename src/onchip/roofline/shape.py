@@ -95,15 +95,28 @@ class AttentionShape:
         return (lo, hi) if lo < hi else (lo, lo)
 
     def pairs(self) -> int:
-        """Visible (query, key) pairs of one head."""
-        if not self.masked:
-            return self.seq_q * self.seq_k
-        return sum(max(0, hi - lo) for lo, hi in map(self.key_range, range(self.seq_q)))
+        """Visible (query, key) pairs of one head: those at or left of the mask's right edge, less those left of its left edge."""
+        left, right = self.window
+        if self.causal is not None:
+            right = 0 if right is None else min(right, 0)
+        return (self.seq_q * self.seq_k if right is None else self._pairs_up_to(self.offset + right)) - (
+            0 if left is None else self._pairs_up_to(self.offset - left - 1))
+
+    def _pairs_up_to(self, c: int) -> int:
+        """Pairs with j ≤ i + c: row i has clip(i + c + 1, 0, seq_k) of them, a ramp between two constants."""
+        start = min(max(-c, 0), self.seq_q)  # first row with one
+        full = min(max(self.seq_k - c - 1, start), self.seq_q)  # first row with all
+        ramp = full - start
+        return ramp * (start + c + 1) + ramp * (ramp - 1) // 2 + (self.seq_q - full) * self.seq_k
+
+    @property
+    def packable(self) -> bool:
+        """True when every query sees every key, so that query heads may be stacked as rows."""
+        return not self.masked or (self.seq_q == 1 and self.causal == "bottom-right" and self.window == (None, None))
 
     def packed(self) -> "AttentionShape":
-        """The same work with each K/V head's query group stacked as rows (decode): heads = kv_heads, seq_q · group rows. Unmasked only."""
-        last_query = self.seq_q == 1 and self.causal == "bottom-right" and self.window == (None, None)  # sees every key
-        require(not self.masked or last_query, "pack_gqa", "a masked shape", "an unmasked shape, or seq_q = 1 with causal='bottom-right'")
+        """The same work with each K/V head's query group stacked as rows (decode): heads = kv_heads, seq_q · group rows."""
+        require(self.packable, "pack_gqa", "a masked shape", "an unmasked shape, or seq_q = 1 with causal='bottom-right'")
         return replace(self, seq_q=self.seq_q * self.group, heads=self.kv_heads, causal=None)
 
 

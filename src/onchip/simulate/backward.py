@@ -1,0 +1,62 @@
+"""FlashAttention-2's backward executed tile by tile: P recomputed from Q, K and lse, so that no N² byte is moved.
+
+    P = exp(S − lse)    dV = PᵀdO    dP = dO Vᵀ    dS = P ∘ (dP − D), D = rowsum(dO ∘ O)    dQ = scale · dS K    dK = scale · dSᵀ Q
+
+Source: FlashAttention-2 (arXiv 2307.08691, Alg. 2). The backward through stored scores is `onchip.simulate.unfused.naive_backward`.
+"""
+from onchip.roofline.attention import Tile
+from onchip.simulate.attention import fa2
+from onchip.simulate.problem import Problem, Result
+from onchip.simulate.run import Run
+
+
+def fa2_backward(problem: Problem, tile: Tile, *, sram: int | None = None, sample: int | None = None) -> Result:
+    """dQ, dK, dV (see the module) from Q, K, V, dO and from O and lse as `fa2` in the same precision leaves them.
+
+    Three kernels: D, and zeros into the dQ accumulator; K/V outer and Q inner, the query heads of a group inside the thread block, the
+    accumulator (in the state's format, in device memory) read and written at every visited tile; the accumulator into dQ.
+    """
+    run = Run("FlashAttention-2 backward", problem, tile, sram, sample, grad=True)
+    chip, shape = run.chip, run.shape
+    run.malloc_output()
+    for name in ("lse", "D"):
+        chip.malloc(name, run.state, run.heads, shape.seq_q, 1)
+    chip.malloc("dQ acc", run.state, run.heads, shape.seq_q, shape.head_dim)
+    run.malloc_gradients()
+    forward = fa2(problem, tile, sample=sample)
+    if forward.tensors:
+        chip.memory["O"].fill(forward.out.reshape(run.heads, shape.seq_q, -1))
+        chip.memory["lse"].fill(forward.lse.reshape(run.heads, shape.seq_q, 1))
+
+    with chip.kernel("D = rowsum(dO ∘ O)"):
+        for head, rows, math in run.query_tiles():
+            height = rows.stop - rows.start
+            delta = math.row_dot(chip.load("dO", head, rows), chip.load("O", head, rows))
+            chip.alloc("D", height, 1, fill=None)
+            chip.store("D", head, rows, delta)
+            chip.store("dQ acc", head, rows, chip.alloc("dQ acc", height, shape.head_dim))
+
+    with chip.kernel("dK, dV, dQ"):
+        for kv, heads, keys, outer in run.key_blocks():
+            dk = chip.alloc("dK", keys.stop - keys.start, shape.head_dim)
+            dv = chip.alloc("dV", keys.stop - keys.start, shape.head_dim_v)
+            visible = run.visible_rows(keys, len(heads))
+            k, v = (chip.load(name, kv, keys) if visible else None for name in ("K", "V"))
+            for head in heads:
+                for rows, mask, math in run.turns(head, visible):
+                    q, do, lse, delta = (chip.load(name, head, rows) for name in ("Q", "dO", "lse", "D"))
+                    run.alloc_scores(rows, "S", "dP")
+                    p = math.exp(math.scores(q, k, mask), lse)
+                    ds = math.score_gradient(p, math.product(do, v), delta)
+                    math.accumulate_transposed(dv, p, do)
+                    math.accumulate_transposed(dk, ds, q)
+                    dq = chip.load("dQ acc", head, rows)
+                    math.accumulate(dq, ds, k)
+                    chip.store("dQ acc", head, rows, dq)
+            chip.store("dK", kv, keys, outer.scaled(dk))
+            chip.store("dV", kv, keys, dv)
+
+    with chip.kernel("dQ to its format"):
+        for head, rows, math in run.query_tiles():
+            chip.store("dQ", head, rows, math.scaled(chip.load("dQ acc", head, rows)))
+    return run.result(dq="dQ", dk="dK", dv="dV")
