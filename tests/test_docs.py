@@ -65,3 +65,8 @@ def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_generated_parts_of_the_readme_are_current():
+    done = subprocess.run([sys.executable, ROOT / "benchmarks" / "readme.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -9,7 +9,7 @@ from onchip.cli import options as opt
 from onchip.cli.common import JsonOption, PlotOption, console, human_bytes, human_time, make_table, print_json, save_plot
 from onchip.ladder.rungs import Ladder, Rung
 from onchip.roofline.attention import Formats, naive
-from onchip.roofline.hardware import GPU, parse_gpu
+from onchip.roofline.hardware import parse_gpu
 from onchip.roofline.ledger import Pipeline
 from onchip.roofline.roofs import ROOFS, Prediction, naive_to_fused, predict, speedup_limit
 
@@ -150,6 +150,7 @@ def draw(figure: Any, ladder: Ladder, rows: list[Row]) -> None:
     axes.plot([low, knee, high], [low * card.dram_rate / 1e12, peak / 1e12, peak / 1e12], color="black", label=f"roof of the {card.title}")
     for index, (x, y, title) in enumerate(points):
         axes.plot(x, y, "o", color=f"C{index}", label=title)
-    axes.set(xscale="log", yscale="log", xlabel="useful FLOP / DRAM byte", ylabel="useful TFLOP/s, predicted", title=opt.describe(ladder.shape, ladder.formats.inputs, ladder.tile))
+    axes.set(xscale="log", yscale="log", xlabel="useful FLOP / DRAM byte", ylabel="useful TFLOP/s, predicted",
+             title=opt.describe(ladder.shape, ladder.formats.inputs, ladder.tile))
     axes.grid(True, which="both", alpha=0.2)
     figure.legend(fontsize=8, loc="outside right upper")
