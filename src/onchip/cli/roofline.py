@@ -150,7 +150,7 @@ def draw(figure: Any, ladder: Ladder, rows: list[Row]) -> None:
     axes.plot([low, knee, high], [low * card.dram_rate / 1e12, peak / 1e12, peak / 1e12], color="black", label=f"roof of the {card.title}")
     for index, (x, y, title) in enumerate(points):
         axes.plot(x, y, "o", color=f"C{index}", label=title)
-    axes.set(xscale="log", yscale="log", xlabel="useful FLOP / DRAM byte", ylabel="useful TFLOP/s, predicted",
-             title=opt.describe(ladder.shape, ladder.formats.inputs, ladder.tile))
+    axes.set(xscale="log", yscale="log", xlabel="useful FLOP / DRAM byte", ylabel="useful TFLOP/s, predicted")
+    axes.set_title(opt.describe(ladder.shape, ladder.formats.inputs, ladder.tile), loc="left", fontsize=10)
     axes.grid(True, which="both", alpha=0.2)
-    figure.legend(fontsize=8, loc="outside right upper")
+    figure.legend(fontsize=8, loc="outside lower center", ncols=4)
