@@ -19,8 +19,8 @@ def ladder() -> str:
     first = rows[0]["predicted_s"]
     lines = ["| rung | issued GB | DRAM GB | FLOP/B issued | roof | predicted µs | speed-up | error |", "|---|---|---|---|---|---|---|---|"]
     for r in rows:
-        cells = (r["title"], f"{r['counted_bytes'] / 1e9:.2f}", f"{r['dram_bytes'] / 1e9:.3f}", f"{r['flop_per_issued_byte']:.0f}", r["binding"],
-                 f"{r['predicted_s'] * 1e6:.0f}", f"{first / r['predicted_s']:.2f}x", f"{r['error']['out']['rms']:.0e}")
+        cells = (r["title"], f"{r['counted_bytes'] / 1e9:.2f}", f"{r['dram_bytes'] / 1e9:.3f}", f"{r['flop_per_issued_byte']:.0f}",
+                 r["binding"], f"{r['predicted_s'] * 1e6:.0f}", f"{first / r['predicted_s']:.2f}x", f"{r['error']['out']['rms']:.0e}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
