@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from onchip import __version__
-from onchip.bench.machine import _cpu_name
+from onchip.bench.machine import cpu_name
 from onchip.cli.common import whole_file
 from onchip.ladder.rungs import FORWARD, Choices
 from onchip.roofline.attention import Tile
@@ -67,7 +67,7 @@ if __name__ == "__main__":
     small, large = peak_bytes(2048), peak_bytes(8192)
     growth = {key: large[key] / small[key] for key in small}
     report = {
-        "machine": f"{_cpu_name()}, {os.cpu_count()} cores", "onchip": __version__, "python": platform.python_version(),
+        "machine": f"{cpu_name()}, {os.cpu_count()} cores", "onchip": __version__, "python": platform.python_version(),
         "numpy": np.__version__, "make_ladder_s": make_ladder(), "fa2_64x64_n4096_d128_s": fa2_seconds(),
         "peak_growth_2048_to_8192": growth,
     }

@@ -34,8 +34,13 @@ class Ceilings:
     matmul_size: int = MATMUL_SIZES[0]  # n
 
     def __str__(self) -> str:
-        return (f"{self.device}: copy {self.copy / 1e9:.4g} GB/s (read + written, {self.copy_bytes >> 20} MiB), "
-                f"{self.dtype} matmul {self.matmul / 1e9:.4g} GFLOP/s ({self.matmul_size}³)")
+        return (f"{self.device}: copy {_rate(self.copy, 'B/s')} (read + written, {self.copy_bytes >> 20} MiB), "
+                f"{self.dtype} matmul {_rate(self.matmul, 'FLOP/s')} ({self.matmul_size}³)")
+
+
+def _rate(value: float, unit: str) -> str:
+    """4.123e12 → '4.12 TB/s'."""
+    return f"{value / 1e12:.3g} T{unit}" if value >= 1e12 else f"{value / 1e9:.3g} G{unit}"
 
 
 def measure_ceilings(device: "str | torch.device" = "cpu", dtype: str = "float32", *, copy_bytes: int = COPY_BYTES,
@@ -56,10 +61,11 @@ def device_name(device: "torch.device") -> str:
     torch = load_torch("naming the device")
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
-    return f"{_cpu_name()}, {torch.get_num_threads()} threads" if device.type == "cpu" else str(device)
+    return f"{cpu_name()}, {torch.get_num_threads()} threads" if device.type == "cpu" else str(device)
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor as the system calls it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

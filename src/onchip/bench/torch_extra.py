@@ -25,7 +25,7 @@ def parse_device(device: "str | torch.device") -> "torch.device":
     torch = load_torch("a device")
     try:
         found = torch.device(device)
-        torch.empty(1, device=found)
+        torch.empty(1, device=found).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise InputError(f"device: got {str(device)!r}, accepted: a device torch can use here ({str(error).splitlines()[0]})") from None
     return found

@@ -1,5 +1,6 @@
 """What every command shares: output as a table or as JSON, files written whole or not at all, progress bars."""
 import json
+import math
 import os
 import sys
 import tempfile
@@ -29,6 +30,11 @@ PlotOption = Annotated[
 def print_json(value: Any) -> None:
     """Print `value` as JSON on standard output, without colours or wrapping."""
     typer.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
+def json_number(value: float) -> float | str:
+    """JSON has no infinity and no NaN: they become strings that float() reads."""
+    return value if math.isfinite(value) else str(value)
 
 
 def make_table(title: str, left: tuple[str, ...], *headings: str) -> Table:

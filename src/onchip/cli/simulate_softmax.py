@@ -9,8 +9,9 @@ import safetensors.numpy
 import typer
 from rich.table import Table
 
-from onchip.cli.common import JsonOption, PlotOption, console, make_table, print_json, progress, save_plot
+from onchip.cli.common import JsonOption, PlotOption, console, json_number, make_table, print_json, progress, save_plot
 from onchip.errors import InputError, require
+from onchip.ladder.inputs import reading
 from onchip.simulate.formats import Array, parse_format
 from onchip.simulate.trace import MODES, Trace, block_order, exp_limit, trace
 
@@ -112,15 +113,13 @@ def _row(values: str | None, inputs: Path | None, row: int, n: int, distribution
 def _read(path: Path, row: int) -> Array:
     """One row of the single array in a file."""
     require(path.suffix in (".npy", ".npz", ".safetensors"), "--inputs", path.name, "a name ending in .npy, .npz or .safetensors")
-    try:
+    with reading(path):
         if path.suffix == ".safetensors":
             arrays = list(safetensors.numpy.load_file(path).values())
         else:
             with path.open("rb") as file:
                 loaded = np.load(file, allow_pickle=False)
                 arrays = [loaded] if isinstance(loaded, np.ndarray) else list(loaded.values())
-    except Exception as error:  # OSError, ValueError, EOFError, BadZipFile, SafetensorError …: no parser states all that it raises
-        raise InputError(f"--inputs: cannot read {path}: {' '.join(str(error).split())}") from error
     require(len(arrays) == 1, "--inputs", f"{len(arrays)} arrays in {path.name}", "a file of one array")
     matrix = np.atleast_2d(arrays[0])
     require(matrix.ndim == 2 and matrix.size > 0, "--inputs", f"shape {arrays[0].shape} in {path.name}", "(n,) or (rows, n)")
@@ -130,11 +129,6 @@ def _read(path: Path, row: int) -> Array:
 
 
 # --- what is shown
-
-
-def json_number(value: float) -> float | str:
-    """JSON has no infinity and no NaN: they become strings that float() reads."""
-    return value if math.isfinite(value) else str(value)
 
 
 def _report(t: Trace) -> dict[str, Any]:

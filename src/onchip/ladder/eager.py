@@ -1,4 +1,3 @@
-# ruff: noqa: E741  (l is the sum of a row's exponentials)
 """The rungs in plain torch, on any device: what naive, tiled and online attention are, short enough to read in one sitting.
 
     s = q kᵀ / √d, −∞ selected where the mask hides a key;   p = softmax(s);   out = p v
@@ -26,11 +25,11 @@ from torch import Tensor
 from onchip.errors import require
 from onchip.roofline.shape import AttentionShape, blocks, parse_causal
 
-# Rows and keys of a tile. 12 heads of 256 × 256 fp32 scores are 3 MB: in the cache of a core or two, and enough work for a call.
-BR, BC = 256, 256
+# Rows and keys of a tile. 12 heads of 128 × 256 fp32 scores are 1.6 MB: they fit a cache, and are work enough for a call.
+BR, BC = 128, 256
 
 
-def naive(q: Tensor, k: Tensor, v: Tensor, causal: bool | str = False) -> Tensor:
+def naive(q: Tensor, k: Tensor, v: Tensor, causal: bool | str | None = False) -> Tensor:
     """Every step through memory, the scale by itself: two arrays of Sq · Sk are alive at once."""
     shape = attention_shape(q, k, v, causal)
     s = stack_group(q, shape) @ k.mT
@@ -42,7 +41,7 @@ def naive(q: Tensor, k: Tensor, v: Tensor, causal: bool | str = False) -> Tensor
     return out
 
 
-def tiled(q: Tensor, k: Tensor, v: Tensor, causal: bool | str = False, br: int = BR) -> Tensor:
+def tiled(q: Tensor, k: Tensor, v: Tensor, causal: bool | str | None = False, br: int = BR) -> Tensor:
     """`br` query rows at a time against all the keys they see: an ordinary softmax, on scores that stay in the cache."""
     shape = attention_shape(q, k, v, causal)
     out = q.new_zeros(*q.shape[:3], shape.head_dim_v)
@@ -53,7 +52,7 @@ def tiled(q: Tensor, k: Tensor, v: Tensor, causal: bool | str = False, br: int =
     return out
 
 
-def online(q: Tensor, k: Tensor, v: Tensor, causal: bool | str = False, br: int = BR, bc: int = BC) -> Tensor:
+def online(q: Tensor, k: Tensor, v: Tensor, causal: bool | str | None = False, br: int = BR, bc: int = BC) -> Tensor:
     """`br` rows against `bc` keys at a time; for the keys seen so far m = max s, l = Σ exp(s − m), o = Σ exp(s − m) v; out = o / l.
 
     m, l and o are at least float32.
@@ -79,7 +78,7 @@ def online(q: Tensor, k: Tensor, v: Tensor, causal: bool | str = False, br: int 
     return out
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool | str = False) -> Tensor:
+def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool | str | None = False) -> Tensor:
     """``torch.nn.functional.scaled_dot_product_attention``, for orientation. Its own causal flag is top-left; others get a boolean mask."""
     shape = attention_shape(q, k, v, causal)
     visible = None
@@ -91,7 +90,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool | str = False) -> Tensor:
     return out
 
 
-def attention_shape(q: Tensor, k: Tensor, v: Tensor, causal: bool | str = False) -> AttentionShape:
+def attention_shape(q: Tensor, k: Tensor, v: Tensor, causal: bool | str | None = False) -> AttentionShape:
     """The sizes of one call. Raises `InputError` for tensors that do not fit together."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         require(x.ndim == 4, name, f"shape {tuple(x.shape)}", "(batch, heads, seq, dim)")

@@ -58,7 +58,7 @@ def load_inputs(path: str | Path) -> Inputs:
     missing, empty, not floating point, of another rank, or does not fit the others, and for NaN or infinity.
     """
     path = Path(path)
-    with _reading(path):
+    with reading(path):
         if not path.is_file():
             raise InputError(f"{path}: {'is not a file' if path.exists() else 'no such file'}")
     readers = {".npz": _read_npz, ".safetensors": _read_safetensors}
@@ -77,7 +77,7 @@ def load_inputs(path: str | Path) -> Inputs:
 
 
 @contextmanager
-def _reading(path: Path, what: str = "the file") -> Iterator[None]:
+def reading(path: Path, what: str = "the file") -> Iterator[None]:
     """Turn whatever a parser raises into one line: OSError, ValueError, BadZipFile, zlib.error, EOFError …, no parser states them all."""
     try:
         yield
@@ -89,24 +89,24 @@ def _reading(path: Path, what: str = "the file") -> Iterator[None]:
 
 
 def _read_npz(path: Path) -> tuple[dict[str, Array], str]:
-    with _reading(path), path.open("rb") as handle:  # opened here: numpy leaves a file it cannot parse open
+    with reading(path), path.open("rb") as handle:  # opened here: numpy leaves a file it cannot parse open
         file = np.load(handle, allow_pickle=False)
         if not isinstance(file, NpzFile):
             raise InputError(f"{path}: holds a single array, accepted: an archive of q, k and v (numpy.savez)")
         _check_names(path, file.files)
         arrays = {}
         for name in NAMES:
-            with _reading(path, name):
+            with reading(path, name):
                 arrays[name] = file[name]
             # a member that is not in .npy format comes back as bytes
             require(isinstance(arrays[name], np.ndarray), f"{path}: {name}", type(arrays[name]).__name__, "an array")
-        with _reading(path, "source"):
+        with reading(path, "source"):
             note = file["source"] if "source" in file.files else np.array("")
     return arrays, str(note) if note.dtype.kind == "U" and note.ndim == 0 else ""
 
 
 def _read_safetensors(path: Path) -> tuple[dict[str, Array], str]:
-    with _reading(path):
+    with reading(path):
         with safe_open(path, framework="np") as file:
             names, metadata = list(file.keys()), file.metadata() or {}
         _check_names(path, names)

@@ -84,7 +84,7 @@ def measure_rungs(inputs: Inputs, device: "str | torch.device" = "cpu", causal: 
     ceilings = ceilings or measure_ceilings(torch_device, dtype)
 
     q, k, v = (torch.from_numpy(np.ascontiguousarray(x)).to(torch_device, torch_dtype) for x in (inputs.q, inputs.k, inputs.v))
-    truth, rows = _truth(shape, *(x.double().cpu().numpy() for x in (q, k, v)))
+    truth, rows = _truth(shape, *(x.cpu().double().numpy() for x in (q, k, v)))
     flops, compulsory = useful_flops(shape), Sizes(shape, Formats(dtype)).forward
     measurements, skipped = [], {}
     for key, title in RUNGS.items():
@@ -94,7 +94,7 @@ def measure_rungs(inputs: Inputs, device: "str | torch.device" = "cpu", causal: 
             continue
         call = partial(getattr(eager, key), q, k, v, shape.causal)
         peak, out = peak_extra_bytes(call, torch_device)
-        error = distance(out.double().cpu().numpy().reshape(truth.shape), truth)
+        error = distance(out.cpu().double().numpy().reshape(truth.shape), truth)
         del out
         seconds = median_time(call, torch_device)
         measurements.append(Measurement(key, title, seconds, flops / seconds, flops / seconds / ceilings.matmul,
