@@ -1,0 +1,41 @@
+"""Which implementation runs, and in words why another one does not."""
+import os
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from onchip.errors import InputError, require
+
+BACKENDS = ("auto", "triton", "reference")
+
+_HAS_TRITON = find_spec("triton") is not None
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it when a kernel is defined; so do we, when we are imported
+
+
+def why_not(backend: str, x: Tensor) -> str | None:
+    """Why `backend` cannot compute a softmax of `x`, already cast as `dtype=` asks; None when it can."""
+    if backend == "reference":
+        return None
+    if not _HAS_TRITON:
+        return "Triton is not installed: pip install 'onchip[torch]'"
+    if x.dtype == torch.float64:
+        return "its arithmetic is float32 and x is float64"
+    if x.device.type != "cuda" and not (_INTERPRETED and x.device.type == "cpu"):
+        return f"x is on {x.device}: it needs a GPU, or TRITON_INTERPRET=1 in the environment before onchip is imported, for tests"
+    return None
+
+
+def choose(x: Tensor, backend: str = "auto") -> str:
+    """The backend that runs: the named one, or for "auto" Triton on a GPU where it can and the reference otherwise.
+
+    The interpreter is for tests, so "auto" never takes it. Raises `InputError` for an unknown name, or with the reason when the named
+    backend cannot run.
+    """
+    if backend == "auto":
+        return "triton" if x.device.type == "cuda" and why_not("triton", x) is None else "reference"
+    require(backend in BACKENDS, "backend", repr(backend), ", ".join(map(repr, BACKENDS)))
+    reason = why_not(backend, x)
+    if reason is not None:
+        raise InputError(f"backend {backend!r} cannot run: {reason}")
+    return backend

@@ -1,0 +1,172 @@
+"""Softmax on a real card: sizes, streams, graphs and compilers the interpreter cannot show."""
+import pytest
+import torch
+
+from onchip.bench.memory import peak_extra_bytes
+from onchip.softmax.api import log_softmax, softmax
+from tests.softmax.conftest import _poison  # noqa: F401  used by every test here too
+from tests.softmax.oracle import agree
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+BOTH = pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
+FUNCTIONS = {False: softmax, True: log_softmax}
+BIG = pytest.mark.big
+
+
+@pytest.fixture(autouse=True)
+def _give_back_memory():
+    yield
+    torch.cuda.empty_cache()
+
+
+def data(*shape, dtype=torch.float32, size=3.0):
+    return torch.empty(shape, device="cuda", dtype=dtype).normal_(0, size, generator=torch.Generator("cuda").manual_seed(0))
+
+
+def run(x, dy, log=False, **arguments):
+    x = x.detach().requires_grad_()
+    y = FUNCTIONS[log](x, backend="triton", **arguments)
+    return y.detach(), torch.autograd.grad(y, x, dy)[0]
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("n", [1, 3, 100, 256, 1000, 2048, 4095, 8192, 16384, 16385, 32768, 33000, 50257, 131072, 151936, 262144,
+                               1_000_003])
+def test_every_width(n, dtype, log):
+    agree(data(3, n, dtype=dtype), log=log)
+
+
+@pytest.mark.parametrize("n", [100, 20_000, 100_000])
+def test_features_at_every_kind_of_plan(n):
+    mask = torch.rand(5, n, device="cuda") < 0.5
+    mask[1] = False
+    agree(data(2, 5, n, dtype=torch.bfloat16), mask=mask, scale=-0.5)
+    agree(data(2, 5, n, dtype=torch.float16), causal=True, log=True)
+    agree(data(2, 5, n, dtype=torch.float16), dtype=torch.float32, mask=mask[:, :1])
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((1, 2, 65536, 1), 1), ((2, 10, 256, 256), 1), ((8192, 8192), 0), ((3, 40_000, 17), 1),
+                                            ((100_000, 7, 3), 1), ((2, 19, 65), 0)])
+def test_reductions_over_other_dimensions(shape, dim):
+    agree(data(*shape, dtype=torch.bfloat16), dim)
+    agree(data(*shape), dim, log=True)
+    agree(data(*reversed(shape)).permute(*reversed(range(len(shape)))), dim)
+
+
+def test_more_rows_than_a_grid_dimension_of_65535():
+    agree(data(70_001, 1024, dtype=torch.float16))
+    agree(data(1_000_003, 5))
+
+
+@BIG
+@BOTH
+@pytest.mark.parametrize(("shape", "dtype"), [((2_100_000, 1024), torch.float16), ((4, 4096, 133_120), torch.bfloat16),
+                                              ((669, 128, 50_259), torch.float32)], ids=str)
+def test_more_than_2_to_31_elements(shape, dtype, log):
+    n = shape[-1]
+    x, dy = data(*shape, dtype=dtype).view(-1, n), data(*shape, dtype=dtype).view(-1, n)
+    y, dx = run(x, dy, log)
+    for first in (0, 2**31 // n - 1, len(x) - 2):  # two rows by themselves, the first and last ones and those where 32 bits end
+        some = slice(first, first + 2)
+        right, right_dx = agree(x[some], log=log, dy=dy[some])
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(y[some], right, rtol=2 * eps, atol=0)
+        torch.testing.assert_close(dx[some], right_dx, rtol=2 * eps, atol=2 * eps * right_dx.abs().max().item())
+
+
+@BIG
+def test_2_to_31_rows_of_one():
+    x = data(2_200_000_000, 1, dtype=torch.float16)
+    y, dx = run(x, x)
+    assert (y == 1).all()
+    assert not dx.any()
+
+
+@BIG
+def test_one_row_beyond_2_to_31():
+    x = torch.zeros(2**31 + 1000, device="cuda", dtype=torch.bfloat16)
+    x[-3] = x[5] = 20.0
+    y = softmax(x, backend="triton")
+    right = 1 / (x.numel() - 2 + 2 * torch.tensor(20.0, dtype=torch.float64).exp())
+    for at, weight in ((0, 0), (5, 20), (2**31 - 1, 0), (2**31, 0), (-3, 20), (-1, 0)):
+        assert y[at].item() == pytest.approx((right * torch.tensor(float(weight), dtype=torch.float64).exp()).item(), rel=2**-7)
+
+
+@BIG
+@pytest.mark.parametrize(("strides", "dim"), [((2**30 + 8, 1), 1), ((2**30 + 8, 1), 0), ((1, 2**30 + 8), 1)])
+def test_strides_beyond_32_bits(strides, dim):
+    shape = (3, 3)
+    x = torch.empty(2**31 + 100, device="cuda", dtype=torch.float16).as_strided(shape, strides)
+    x.copy_(data(*shape, dtype=torch.float16))
+    agree(x, dim)
+
+
+def test_a_cuda_graph_replays_with_new_data():
+    x, dy = data(64, 50_000), data(64, 50_000)
+    run(x, dy)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(x, dy)
+    x.copy_(data(64, 50_000, size=1.0))
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, run(x, dy), strict=True))
+
+
+def test_the_current_stream_is_used():
+    x, late, stream = data(512, 512), torch.zeros(512, 512, device="cuda"), torch.cuda.Stream()
+    right = run(x, x)
+    with torch.cuda.stream(stream):
+        stream.wait_stream(torch.cuda.default_stream())
+        torch.cuda._sleep(10_000_000)  # some milliseconds in which a launch on another stream would read zeros
+        late.copy_(x)
+        again = run(late, late)
+    stream.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(again, right, strict=True))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+def test_a_device_that_is_not_current():
+    x = data(64, 1000).to("cuda:1")
+    with torch.cuda.device(0):
+        y, dx = run(x, torch.ones_like(x))
+        assert torch.cuda.current_device() == 0
+    torch.testing.assert_close(y, torch.softmax(x, -1))
+    assert dx.device == x.device
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")  # inductor's own
+@BOTH
+def test_compiled_with_inductor_for_all_lengths(log):
+    torch._dynamo.reset()
+
+    def function(x, mask):
+        return FUNCTIONS[log](x * 2, mask=mask, causal=True) + 1
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True)
+    for n in (16, 17, 1000):
+        x, mask = data(2, 16, n, dtype=torch.bfloat16), torch.arange(n, device="cuda") % 7 != 3
+        results = []
+        for f in (compiled, function):
+            leaf = x.clone().requires_grad_()
+            y = f(leaf, mask)
+            results.append((y, *torch.autograd.grad(y, leaf, data(2, 16, n, dtype=torch.bfloat16))))
+        torch.testing.assert_close(*results)
+
+
+def test_nothing_is_allocated_but_the_results():
+    x = data(256, 50_000).requires_grad_()
+    dy = torch.ones(1, device="cuda").expand_as(x)
+    extra, _ = peak_extra_bytes(lambda: torch.autograd.grad(softmax(x, causal=True, scale=0.5), x, dy), "cuda")
+    assert extra <= 2 * x.numel() * x.element_size() + 2**20
+
+
+def test_thirty_runs_are_bitwise_equal():
+    x, dy = data(300, 40_000, dtype=torch.bfloat16), data(300, 40_000, dtype=torch.bfloat16)
+    first = run(x, dy)
+    assert all(torch.equal(a, b) for _ in range(30) for a, b in zip(first, run(x, dy), strict=True))
+
+
+def test_auto_takes_triton_here():
+    assert softmax(data(3, 8).requires_grad_()).grad_fn.name() == "_SoftmaxBothModesBackward"
+    assert softmax(data(3, 8).double().requires_grad_()).grad_fn.name() == "SoftmaxBackward0"

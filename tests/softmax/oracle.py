@@ -1,0 +1,90 @@
+
+"""The float64 truth of softmax and what counts as agreement with it."""
+import torch
+
+from onchip.softmax.api import log_softmax, softmax
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAMES = {False: softmax, True: log_softmax}
+EAGER = {False: torch.softmax, True: torch.log_softmax}
+
+
+def hidden_positions(x, mask, causal):
+    """True where a position is hidden, by the definitions; None when nothing hides."""
+    if mask is None and not causal:
+        return None
+    hidden = torch.zeros(x.shape, dtype=torch.bool, device=x.device)
+    if mask is not None:
+        hidden |= ~mask
+    if causal:
+        rows, n = x.shape[-2:]
+        for i in range(rows):
+            hidden[..., i, max(0, i + n - rows + 1):] = True
+    return hidden
+
+
+def truth(x, dy, dim, log, scale, mask, causal):
+    """y, dx and the terms dx is a difference of, whose rounding it inherits, in float64 and from the formulas."""
+    s, dy = x.double() * scale, dy.double()
+    hidden = hidden_positions(x, mask, causal)
+    s = s if hidden is None else torch.where(hidden, -float("inf"), s)
+    m = s.amax(dim, keepdim=True)
+    e = torch.exp(s - m)
+    l = e.sum(dim, keepdim=True)
+    p, y = e / l, (s - m) - l.log() if log else e / l
+    terms = scale * (dy if log else p * dy), scale * p * (dy if log else p * dy).sum(dim, keepdim=True)
+    dx = terms[0] - terms[1]
+    if hidden is not None:
+        empty = (m == -float("inf")).expand_as(s)
+        y = torch.where(empty, -float("inf") if log else 0.0, y)
+        dx = torch.where(empty | hidden, 0.0, dx)
+    return y, dx, torch.stack(terms)
+
+
+def eager(x, dy, dim, log, scale, mask, causal):
+    """y and dx of torch's own kernels in x's dtype: the yardstick."""
+    x = x.detach().requires_grad_()
+    hidden = hidden_positions(x, mask, causal)
+    s = x * scale if scale != 1 else x
+    s = s if hidden is None else s.masked_fill(hidden, -float("inf"))
+    y = EAGER[log](s, dim, dtype=dy.dtype)
+    return y.detach(), torch.autograd.grad(y, x, dy)[0]
+
+
+def error(got, right):
+    """max |got − right| over finite values."""
+    both = got.isfinite() & right.isfinite()
+    return (got.double() - right)[both].abs().max().item() if both.any() else 0.0
+
+
+def same_places(got, right):
+    """Finite, −∞ and NaN in the same places."""
+    return all(torch.equal(f(got), f(right)) for f in (torch.isfinite, torch.isneginf, torch.isnan))
+
+
+def agree(x, dim=-1, *, backend="triton", log=False, scale=None, mask=None, causal=False, dtype=None, dy=None):
+    """Run the operator forward and backward; assert twice torch's own error plus two roundings of the largest term. Returns (y, dx)."""
+    leaf = x.detach().requires_grad_()
+    y = NAMES[log](leaf, dim, dtype=dtype, scale=scale, mask=mask, causal=causal, backend=backend)
+    assert y.shape == x.shape
+    assert y.dtype == (dtype or x.dtype)
+    assert y.is_contiguous()
+    if dy is None:
+        dy = torch.randn(x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(x.device, y.dtype)
+    dx, = torch.autograd.grad(y, leaf, dy)
+    assert dx.dtype == x.dtype
+    if x.numel() == 0:
+        return y.detach(), dx
+    case = (dim, log, 1.0 if scale is None else float(scale), mask, causal)
+    right_y, right_dx, terms = truth(x, dy, *case)
+    same_y, same_dx = eager(x, dy, *case)
+    _close("y", y.detach(), right_y, same_y, right_y)
+    _close("dx", dx, right_dx, same_dx, terms)
+    return y.detach(), dx
+
+
+def _close(name, got, right, same, terms):
+    assert same_places(got, right), f"{name}: NaN or infinities elsewhere than in the truth"
+    finite = terms[terms.isfinite()].abs()
+    allowed = 2 * error(same, right) + 2 * torch.finfo(got.dtype).eps * (finite.max().item() if finite.numel() else 0.0)
+    assert error(got, right) <= allowed, f"{name}: error {error(got, right):.3g} > {allowed:.3g}"
