@@ -1,0 +1,146 @@
+"""What a Hopper attention kernel knows of its call: which tile a thread block takes, where it lies, which keys it meets.
+
+Everything here is arithmetic on a few integers; the tests run these very functions as plain Python.
+"""
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from onchip.attention.hopper.compat import aggregate
+
+BM = gl.constexpr(64)  # rows of a consumer: one wgmma's
+
+
+@aggregate
+class Call:
+    """The sizes of the call and how it is cut into tiles; then what the kernel is built for.
+
+    What the compiler could compute once for the whole kernel comes as an argument instead: arguments lie in constant memory, values it
+    hoists would lie in registers of warps that have few.
+    """
+
+    cu_q: gl.tensor  # offsets of packed sequences, looked at only if PACKED
+    cu_k: gl.tensor
+    len_q: gl.tensor  # rows of a sequence, or of the whole packed tensor
+    len_k: gl.tensor
+    heads: gl.tensor
+    group_k: gl.tensor  # query heads that share a head of k, of v
+    group_v: gl.tensor
+    tiles: gl.tensor  # query tiles a sequence
+    section: gl.tensor  # heads whose tiles are taken together, and their tiles
+    section_tiles: gl.tensor
+    last_section: gl.tensor  # the index of the last section, and its heads
+    last_heads: gl.tensor
+    total: gl.tensor  # tiles of the call
+    behind: gl.tensor  # row i sees keys from i + behind to i + ahead, looked at only if LEFT, RIGHT; packed, plus keys − rows of its
+    ahead: gl.tensor  # sequence unless TOP_LEFT
+    taken: gl.tensor  # tiles taken beyond the first of each thread block; 0 before and after the launch
+    failed: gl.tensor  # (tiles, consumers): must be repeated
+    chain: gl.tensor  # (tiles,): the tile its thread block took before it
+    NC: gl.constexpr  # consumer warpgroups
+    BN: gl.constexpr  # keys a block
+    STAGES: gl.constexpr
+    D1: gl.constexpr  # width of the second part of q and k, of v and o; 0: there is none
+    V1: gl.constexpr
+    PACKED: gl.constexpr
+    TOP_LEFT: gl.constexpr
+    LEFT: gl.constexpr
+    RIGHT: gl.constexpr
+    ONLINE: gl.constexpr
+    PING_PONG: gl.constexpr
+    OWN_O: gl.constexpr  # o leaves through memory of its own
+
+    @gluon.constexpr_function
+    def __init__(self, cu_q, cu_k, len_q, len_k, heads, group_k, group_v, tiles, section, section_tiles, last_section, last_heads, total,
+                 behind, ahead, taken, failed, chain, NC, BN, STAGES, D1, V1, PACKED, TOP_LEFT, LEFT, RIGHT, ONLINE, PING_PONG, OWN_O):
+        self.cu_q, self.cu_k, self.len_q, self.len_k, self.heads = cu_q, cu_k, len_q, len_k, heads
+        self.group_k, self.group_v = group_k, group_v
+        self.tiles, self.section, self.section_tiles = tiles, section, section_tiles
+        self.last_section, self.last_heads = last_section, last_heads
+        self.total, self.behind, self.ahead, self.taken, self.failed, self.chain = total, behind, ahead, taken, failed, chain
+        self.NC, self.BN, self.STAGES, self.D1, self.V1 = map(gl.constexpr, (NC, BN, STAGES, D1, V1))
+        self.PACKED, self.TOP_LEFT, self.LEFT, self.RIGHT = map(gl.constexpr, (PACKED, TOP_LEFT, LEFT, RIGHT))
+        self.ONLINE, self.PING_PONG, self.OWN_O = map(gl.constexpr, (ONLINE, PING_PONG, OWN_O))
+
+    @gluon.jit
+    def another(self):
+        """The next tile of this thread block: whoever is free takes the next one. Every block asks until it is told a tile too many, so
+        the last question of all is number `total`, and leaves the counter as it was found."""
+        asked = gl.atomic_add(self.taken, 1, sem="relaxed")
+        if asked + 1 == self.total:
+            gl.store(self.taken, 0)
+        return gl.num_programs(0) + asked
+
+    @gluon.jit
+    def place(self, tile):
+        """(batch, head, first row) of a tile. The tiles of a section of heads follow each other, those with the most keys first: the
+        section's K and V stay in L2, and what is left for the end is small."""
+        part = gl.minimum(tile // self.section_tiles, self.last_section)
+        within, width = tile - part * self.section_tiles, self.section
+        if part == self.last_section:
+            width = self.last_heads
+        r = within // width
+        bh = part * self.section + within - r * width
+        b = bh // self.heads
+        first = r * (self.NC * BM)
+        if self.RIGHT:
+            first = (self.tiles - r) * (self.NC * BM) - self.NC * BM
+        return b, bh - b * self.heads, first
+
+    @gluon.jit
+    def lengths(self, b):
+        """(rows, keys, first row, first key) of sequence b. Offsets are clamped to the tensors: bad ones lead nowhere."""
+        rows, keys, q_begin, k_begin = self.len_q, self.len_k, 0, 0
+        if self.PACKED:
+            q_begin = gl.minimum(gl.maximum(gl.load(self.cu_q + b), 0), self.len_q)
+            rows = gl.minimum(gl.maximum(gl.load(self.cu_q + b + 1), q_begin), self.len_q) - q_begin
+            k_begin = gl.minimum(gl.maximum(gl.load(self.cu_k + b), 0), self.len_k)
+            keys = gl.minimum(gl.maximum(gl.load(self.cu_k + b + 1), k_begin), self.len_k) - k_begin
+        return rows, keys, q_begin, k_begin
+
+    @gluon.jit
+    def wanted(self, tile, redo):
+        """Is a tile to be computed: in the first pass, always; in the one that repeats, if a consumer's rows of it failed."""
+        failures = 0
+        for c in gl.static_range(self.NC):
+            failures += gl.load(self.failed + tile * self.NC + c, mask=redo != 0, other=1, volatile=True)
+        return failures > 0
+
+    @gluon.jit
+    def reach(self, i, rows, keys):
+        """(i + behind, i + ahead) of row i in its own sequence."""
+        if self.PACKED and not self.TOP_LEFT:
+            i += keys - rows
+        return i + self.behind, i + self.ahead
+
+    @gluon.jit
+    def sight(self, i, rows, keys):
+        """(lowest, highest) key that rows i see; none if highest < lowest."""
+        before, after = self.reach(i, rows, keys)
+        lowest, highest = i * 0, i * 0 + (keys - 1)
+        if self.RIGHT:
+            highest = gl.minimum(highest, after)
+        if self.LEFT:
+            lowest = gl.maximum(before, 0)
+        return lowest, highest
+
+    @gluon.jit
+    def blocks(self, first, rows, keys):
+        """(lo, hi, top, right edge, left edge): the rows of a tile together see keys lo … hi − 1, cut into blocks of BN from lo on; `top`
+        is the first key of the last one (there is always one).
+
+        Every row sees the last key before `sure`. Edges are the blocks from the one that holds it upward, and those that hold keys before
+        the left edge, the first key from which no row is cut on the left. Blocks in between are seen whole by every row.
+        """
+        last = gl.minimum(first + self.NC * BM, rows) - 1
+        lo, hi, sure, left_edge = 0, keys, keys, 0
+        first_before, first_after = self.reach(first, rows, keys)
+        last_before, last_after = self.reach(last, rows, keys)
+        if self.LEFT:
+            lo = gl.minimum(gl.maximum(first_before, 0), keys)
+        if self.RIGHT:
+            hi = gl.minimum(gl.maximum(last_after + 1, lo), keys)
+            sure = gl.minimum(gl.maximum(first_after + 1, lo), keys)
+        if self.LEFT:
+            left_edge = gl.minimum(gl.maximum(last_before, lo), hi)
+        top = lo + gl.maximum(gl.cdiv(hi - lo, self.BN) - 1, 0) * self.BN
+        return lo, hi, top, lo + (gl.cdiv(sure - lo, self.BN) - 1) * self.BN, left_edge

@@ -1,0 +1,70 @@
+"""Which tile the Hopper kernels run, as data: one row for each head dim, held against compiler and planner by the tests."""
+from typing import NamedTuple
+
+ROWS = 64  # query rows of a consumer warpgroup: one wgmma's
+
+
+class Tile(NamedTuple):
+    """How the forward is built for q and k of up to `dim` = d0 + d1 and v of up to `dim_v` = v0 + v1.
+
+    Triton's tensors are powers of two, so that other widths come in two parts. `consumers` warpgroups of 64 rows each meet `keys` keys at a
+    time; K and V have `stages` slots each. `own_o`: o leaves through shared memory of its own, so that the next q can arrive meanwhile.
+    Registers a thread: consumers get `registers[0]`, the producer `registers[1]`; together the 64 K of an SM.
+    """
+
+    d0: int
+    d1: int
+    v0: int
+    v1: int
+    consumers: int
+    keys: int
+    stages: int
+    own_o: bool
+    ping_pong: bool
+    registers: tuple[int, int]
+
+    @property
+    def dim(self) -> int:
+        """Widest head of q and k it serves."""
+        return self.d0 + self.d1
+
+    @property
+    def dim_v(self) -> int:
+        """Widest head of v it serves."""
+        return self.v0 + self.v1
+
+    @property
+    def rows(self) -> int:
+        """Query rows a thread block."""
+        return ROWS * self.consumers
+
+    @property
+    def max_registers(self) -> int:
+        """Registers a thread at the start, before the warps trade them: an equal share of 64 K."""
+        return 65536 // (128 * (self.consumers + 1)) // 8 * 8
+
+    @property
+    def buffers(self) -> int:
+        """Bytes of q, k, v and o tiles in shared memory."""
+        q, o = self.rows * self.dim, self.rows * self.dim_v * self.own_o
+        return 2 * (q + o + self.stages * self.keys * (self.dim + self.dim_v))
+
+    @property
+    def barriers(self) -> int:
+        """Bytes of mbarriers: full and empty of q, turns (each a consumer), full and empty of k and v (each a stage), the verdict."""
+        return 8 * (3 * self.consumers + 4 * self.stages + 1)
+
+
+FORWARD = (
+    Tile(64, 0, 64, 0, consumers=3, keys=128, stages=3, own_o=True, ping_pong=True, registers=(160, 32)),
+    Tile(64, 32, 64, 32, consumers=2, keys=128, stages=3, own_o=True, ping_pong=True, registers=(240, 24)),
+    Tile(128, 0, 128, 0, consumers=2, keys=128, stages=2, own_o=True, ping_pong=True, registers=(240, 24)),
+    Tile(128, 64, 128, 0, consumers=2, keys=128, stages=2, own_o=False, ping_pong=True, registers=(240, 24)),
+    Tile(128, 64, 128, 64, consumers=2, keys=64, stages=2, own_o=True, ping_pong=True, registers=(240, 24)),
+    Tile(256, 0, 256, 0, consumers=2, keys=64, stages=2, own_o=False, ping_pong=True, registers=(240, 24)),
+)
+
+
+def forward(dim: int, dim_v: int) -> Tile:
+    """The first row of the table wide enough; TMA fills what a head lacks with zeros."""
+    return next(tile for tile in FORWARD if tile.dim >= dim and tile.dim_v >= dim_v)

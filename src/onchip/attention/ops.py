@@ -1,0 +1,140 @@
+"""Attention as torch operators: `onchip::attention_forward` and `onchip::attention_backward`.
+
+They are opaque to torch.compile and export. Inside, `dispatch` chooses the implementation, so a traced graph holds one node whatever runs.
+Fakes make the outputs with the very function the implementations use: strides agree. `derivatives` differentiates them.
+"""
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from onchip.attention import vmap as rules
+from onchip.attention.contract import Arguments, describe, empty_like_q
+from onchip.attention.dispatch import choose, implementation
+from onchip.attention.problem import AttentionProblem, Spec
+from onchip.roofline.attention import useful_flops
+from onchip.roofline.backward import backward_flops
+from onchip.roofline.shape import AttentionShape
+
+TENSORS = 10  # of `Arguments`; the rest are numbers
+_OPTIONS = ("Tensor? bias, Tensor? mask, Tensor? alibi_slopes, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+            "Tensor? dropout_seed")
+_NUMBERS = ("SymInt max_seqlen_q, SymInt max_seqlen_k, int causal, int window_left, int window_right, float? scale, float softcap, "
+            "float dropout_p, bool deterministic, str backend")
+
+library = torch.library.Library("onchip", "FRAGMENT")
+library.define(f"attention_forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}, {_NUMBERS}) -> (Tensor out, Tensor lse)")
+library.define("attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+                f"{_OPTIONS}, bool[] needs, {_NUMBERS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)")
+
+
+@lru_cache(maxsize=4096)
+def _plan(problem: AttentionProblem, backend: str) -> tuple[str, Spec]:
+    chosen = choose(problem, backend)
+    nothing = 0 in (problem.batch, problem.heads, problem.seq_q, problem.seq_k)  # no score, no kernel
+    return "reference" if nothing else chosen, problem.spec
+
+
+def _operands(call: Arguments) -> tuple[Any, ...]:
+    """The tensors as implementations take them: unit last stride in q, k, v; bias and mask as full-size views."""
+    bias, mask = call.bias, call.mask
+    if bias is not None or mask is not None:
+        full = (*call.q.shape[:3], call.k.shape[2])
+        bias, mask = (None if x is None else x.expand(full) for x in (bias, mask))
+    return *map(_unit_last, call[:3]), bias, mask, *call[5:TENSORS]
+
+
+def _unit_last(x: Tensor) -> Tensor:
+    """`x`, copied (in the same memory order) if its last stride is not 1."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else empty_like_q(x, x.shape[-1]).copy_(x)
+
+
+def exact(x: Tensor) -> AbstractContextManager[Any]:
+    """Autocast has done its part in the contract; inside, it would round what implementations compute in fp32."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+def forward(*args: Any) -> tuple[Tensor, Tensor]:
+    """What `onchip::attention_forward` does, on tensors that hold data."""
+    call = Arguments(*args)
+    backend, spec = _plan(describe(call), call.backend)
+    with exact(call.q):
+        return implementation(backend, "forward")(*_operands(call), spec)
+
+
+def backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+             *rest: Any) -> tuple[Tensor, ...]:
+    """What `onchip::attention_backward` does: a gradient for each True in needs, an empty tensor for each False."""
+    options, needs, numbers = rest[:7], rest[7], rest[8:]
+    call = Arguments(q, k, v, *options, *numbers)
+    if needs[3] and call.bias is not None and 0 in call.bias.stride():
+        call = call._replace(bias=call.bias.contiguous())  # every element of an expanded bias has a gradient of its own
+    backend, spec = _plan(describe(call), call.backend)
+    q, k, v, *others = _operands(call)
+    dlse = None if dlse is None else dlse.contiguous()
+    with exact(q):
+        grads = implementation(backend, "backward")(_unit_last(dout), dlse, q, k, v, out, lse, *others, spec, tuple(needs))
+    dtypes = (q.dtype, k.dtype, v.dtype, *(q.dtype if x is None else x.dtype for x in (call.bias, call.sinks)))
+    return tuple(q.new_empty(0) if grad is None else grad.to(dtype) for grad, dtype in zip(grads, dtypes, strict=True))
+
+
+library.impl("attention_forward", forward, "CompositeExplicitAutograd")
+library.impl("attention_backward", backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("onchip::attention_forward", lib=library)
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    rows = q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0])
+    return empty_like_q(q, v.shape[-1]), q.new_empty(rows, dtype=dtype)
+
+
+@torch.library.register_fake("onchip::attention_backward", lib=library)
+def _(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    bias, sinks, needs = rest[0], rest[3], rest[7]
+    grads = [empty_like_q(x, x.shape[-1]) if need else q.new_empty(0) for x, need in zip((q, k, v), needs, strict=False)]
+    return *grads, *(x.new_empty(x.shape) if need else q.new_empty(0) for x, need in zip((bias, sinks), needs[3:], strict=True))
+
+
+forward_op, backward_op = torch.ops.onchip.attention_forward.default, torch.ops.onchip.attention_backward.default
+
+
+@torch.library.register_vmap("onchip::attention_forward", lib=library)
+def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> rules.Result:
+    return rules.forward(forward_op, info, in_dims, *args)
+
+
+@torch.library.register_vmap("onchip::attention_backward", lib=library)
+def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> rules.Result:
+    return rules.backward(backward_op, info, in_dims, *args)
+
+
+def _shapes(call: Arguments) -> list[AttentionShape]:
+    """The dense problems of a call, for counting; packed offsets that cannot be read (fake tensors) count as longest sequences."""
+    problem = describe(call)
+    if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
+        lengths = [(problem.seq_q, problem.seq_k)]
+    elif type(call.cu_seqlens_q) is Tensor:
+        lengths = list(zip(torch.diff(call.cu_seqlens_q).tolist(), torch.diff(call.cu_seqlens_k).tolist(), strict=True))
+    else:
+        lengths = [(problem.seq_q, problem.seq_k)] * problem.batch
+    batch = 1 if problem.varlen else problem.batch
+    sizes = ((seq_q, seq_k, problem.head_dim, problem.head_dim_v, batch, problem.heads, problem.kv_heads) for seq_q, seq_k in lengths)
+    return [AttentionShape(*size, problem.causal, problem.window) for size in sizes if 0 not in size]
+
+
+@register_flop_formula([torch.ops.onchip.attention_forward], get_raw=True)
+def _(*args: Any, out_val: Any = None, **_: Any) -> int:
+    return sum(map(useful_flops, _shapes(Arguments(*args))))
+
+
+@register_flop_formula([torch.ops.onchip.attention_backward], get_raw=True)
+def _(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, out_val: Any = None,
+      **_: Any) -> int:
+    """The gradients' four matmuls, and the scores once more."""
+    shapes = _shapes(Arguments(q, k, v, *rest[:7], *rest[8:]))
+    return sum(backward_flops(shape) + useful_flops(shape) * shape.head_dim // (shape.head_dim + shape.head_dim_v) for shape in shapes)

@@ -1,0 +1,141 @@
+"""From tensors and a `Spec` to kernel launches: the arguments every attention kernel takes, worked out once a call."""
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from onchip.attention.contract import Spec, empty_like_q
+from onchip.attention.triton import tiles
+from onchip.attention.triton.tiles import Tile
+
+# Arguments Triton must not specialise on: a new length or stride never compiles a new kernel (common.py says how alignment is kept).
+# The strides of a bias or mask are left out: whether their rows are contiguous and aligned decides how they are loaded.
+RUNTIME = [
+    *(f"{tensor}_{axis}" for tensor in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for axis in "bhs"),
+    *("slopes_b", "len_q", "len_k", "heads", "group", "tile_count", "left", "right", "threshold"),
+    *("size_b", "size_h", "tiles_i", "tiles_j", "sum_b", "sum_h", "sum_i", "sum_j", "parts"),
+]
+
+# fp32 products up to this head dim are made of six bf16 ones (three parts an operand): nearer to float64 than chains of fp32 FMAs, and 4 to
+# 6 times as fast on an H200. Beyond it the parts do not fit the registers.
+SPLIT_DIM = 128
+TMA_PAIRS = 2**27  # (row, key) pairs from which on tensor-memory-accelerator descriptors are made
+
+
+class Call:
+    """One attention call, ready for any of its kernels. `others` are more tensors laid out as q is; their strides join the arguments."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, slopes: Tensor | None,
+                 cu_q: Tensor | None, cu_k: Tensor | None, seed: Tensor | None, spec: Spec, **others: Tensor | None) -> None:
+        packed = cu_q is not None
+        self.device, self.heads, self.kv_heads = q.device, q.shape[1], k.shape[1]
+        self.sequences = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
+        self.tensors = {"q": q, "k": k, "v": v, **{name: t for name, t in others.items() if t is not None}}
+        self.steps = {name: _strides(t, packed) for name, t in self.tensors.items()}
+        absent = {name: (0, 0, 0) for name in others if name not in self.tensors}
+        unit = 16 // q.element_size()
+        if any(stride % unit for steps in self.steps.values() for stride in steps):
+            unit = 1
+        capability = tiles.capability(self.device)
+        # encoding a descriptor costs the host about 10 µs: only where the kernels run for some 100 µs
+        self.accelerated = unit > 1 and capability >= (9, 0) and (
+            self.sequences * self.heads * spec.max_seqlen_q * spec.max_seqlen_k >= TMA_PAIRS)
+        d, dv = q.shape[-1], v.shape[-1]
+        self.args: dict[str, Any] = {
+            **others, **self.tensors, "bias": bias, "mask": mask, "slopes": slopes, "cu_q": cu_q, "cu_k": cu_k, "seed": seed,
+            "len_q": q.shape[0 if packed else 2], "len_k": k.shape[0 if packed else 2],
+            "heads": self.heads, "group": self.heads // self.kv_heads,
+            "slopes_b": slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
+            "D": d, "DV": dv, "BD": block(d), "BDV": block(dv), "UNIT": unit, "WGMMA": capability[0] == 9,
+            **_numbers(spec, q.dtype, bias is None and slopes is None, capability >= (8, 0) and max(d, dv) <= SPLIT_DIM),
+        }
+        for name, steps in (self.steps | absent).items():
+            for axis, stride in zip("bhs", steps, strict=True):
+                self.args[f"{name}_{axis}"] = stride // unit
+        for name, t in (("bias", bias), ("mask", mask)):
+            for axis, stride in zip("bhij", (0, 0, 0, 0) if t is None else t.stride(), strict=True):
+                self.args[f"{name}_{axis}"] = stride
+
+    def tile(self, kernel: str) -> Tile:
+        """The tile `kernel` runs for this call on this card."""
+        args = self.args
+        extra = any(args[name] is not None for name in ("bias", "mask", "seed", "softcap", "slopes"))
+        return tiles.choose(kernel, self.device, args["q"].dtype, max(args["BD"], args["BDV"]), extra)
+
+    def __call__(self, kernel: Any, tile: Tile, programs: int, **more: Any) -> None:
+        """Launch `kernel` on the tensors' device and its current stream."""
+        if programs:
+            args = {**self.args, "BM": tile.bm, "BN": tile.bn, **more}
+            with on(self.device):
+                launch(kernel, programs, [args[name] for name in kernel.arg_names], tile)
+
+    def tma(self, name: str, rows: int) -> TensorDescriptor | None:
+        """Descriptor for tiles of `rows` rows of tensor `name`; None: a small call, an older card, odd alignment, a stride of 0."""
+        t, steps = self.tensors[name], self.steps[name]
+        shape = t.shape if t.dim() == 4 else (1, t.shape[1], t.shape[0], t.shape[2])
+        if not self.accelerated or t.data_ptr() % 16 or any(n > 1 and not step for n, step in zip(shape, steps, strict=False)):
+            return None
+        strides = [step or 16 // t.element_size() for step in steps]  # an axis of size 1 takes any legal stride
+        return TensorDescriptor(t, list(shape), [*strides, 1], [1, 1, rows, block(t.shape[-1])])
+
+    def tma_rows(self, statistic: Tensor, rows: int) -> TensorDescriptor | None:
+        """The same for `rows` values of a row statistic."""
+        return TensorDescriptor(statistic, [statistic.numel()], [1], [rows]) if self.accelerated else None
+
+
+def launch(kernel: Any, programs: int, args: list[Any], tile: Tile) -> None:
+    """The one place where kernels start. FP fusion is asked for by name: the softmax counts on x · factor − m being one FMA."""
+    kernel[(programs,)](*args, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True)
+
+
+@lru_cache(maxsize=4096)
+def _numbers(spec: Spec, dtype: torch.dtype, plain: bool, split: bool) -> dict[str, Any]:
+    """The arguments that `spec` alone decides. `plain`: nothing is added to the scores; `split`: fp32 products from bf16 parts."""
+    return {
+        "left": None if spec.window_left < 0 else spec.window_left,
+        "right": None if spec.window_right < 0 else spec.window_right,
+        "scale": float(spec.scale), "softcap": spec.softcap or None,
+        "threshold": min(round(spec.dropout_p * 2**32), 2**32 - 1), "keep_scale": 1.0 / (1.0 - spec.dropout_p),
+        "TOP_LEFT": spec.causal == 2, "FOLD": plain and not spec.softcap and spec.scale > 0,
+        "PRECISION": "tf32" if spec.tf32 else "bf16x6" if split else "ieee",
+    }
+
+
+def _strides(t: Tensor, packed: bool) -> tuple[int, ...]:
+    """Strides of (batch, head, row). An axis of size 1 counts as 0: torch lets it hold any number, which would spoil the alignment."""
+    sizes, strides = t.shape, t.stride()
+    axes = (1, 0) if packed else (0, 1, 2)
+    return (0,) * packed + tuple(strides[a] if sizes[a] > 1 else 0 for a in axes)
+
+
+def block(dim: int) -> int:
+    """Columns of the tile that holds `dim` of them: a power of two, at least 32.
+
+    Two warpgroups share the columns of a product, 16 each at least: with 16 in all, Triton 3.6 lets the second one read past the buffer.
+    """
+    return max(32, triton.next_power_of_2(dim))
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Make `device` current for a launch: Triton launches on the current one, which need not be the tensors'."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+def outputs(q: Tensor, dim: int, packed: bool) -> tuple[Tensor, Tensor]:
+    """(out, lse), uninitialised; packed, zeros and −∞, because rows past the last sequence belong to no program."""
+    out = empty_like_q(q, dim)
+    if packed:
+        return out.zero_(), torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32, device=q.device)
+    return out, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+
+
+def gradient(t: Tensor, packed: bool) -> Tensor:
+    """Room for the gradient of `t`, in its memory order; zeros when packed, for the rows that belong to no sequence."""
+    grad = empty_like_q(t, t.shape[-1])
+    return grad.zero_() if packed else grad
