@@ -37,7 +37,8 @@ def test_a_call_on_a_cpu_and_what_each_lacks():
 
 @pytest.mark.parametrize(("args", "words"), [
     (("--device", "tpu"), ("--device", "tpu")), (("--backend", "flash"), ("--backend", "flash", "triton")),
-    (("--dropout", "1"), ("--dropout", "1")), (("--softcap", "-2"), ("--softcap", "-2")), (("--gpu", "h9"), ("h9",)), (("--seq", "0"), ("--seq", "0"))])
+    (("--dropout", "1"), ("--dropout", "1")), (("--softcap", "-2"), ("--softcap", "-2")),
+    (("--gpu", "h9"), ("h9",)), (("--seq", "0"), ("--seq", "0"))])
 def test_bad_input_is_one_clear_message(args, words):
     with pytest.raises(InputError) as error:
         run(*args)
