@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 help:
 	@echo "make ladder    set up and climb the ladder on a real model's q, k, v"
 	@echo "make test      set up and run lint, types and the whole suite"
-	@echo "make test-gpu  the suite on this machine's GPU; the record goes to benchmarks/results"
+	@echo "make test-gpu  the operators' suite on this machine's GPU"
 	@echo "make clean     remove $(VENV) and caches"
 
 $(VENV)/.base: pyproject.toml constraints.txt
@@ -35,6 +35,9 @@ types: $(VENV)/.dev
 
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest --numprocesses auto
+
+test-gpu: $(VENV)/.dev
+	$(BIN)/python -m pytest --numprocesses auto tests/attention tests/softmax tests/gpu
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
