@@ -67,6 +67,6 @@ def test_links_lead_somewhere(page):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_generated_parts_of_the_readme_are_current():
-    done = subprocess.run([sys.executable, ROOT / "benchmarks" / "readme.py", "--check"], capture_output=True, text=True)
+def test_generated_parts_are_current():
+    done = subprocess.run([sys.executable, ROOT / "benchmarks" / "docs.py", "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -9,7 +9,7 @@ import torch
 
 from onchip.attention.dispatch import CAPABILITIES, why_not
 from onchip.attention.problem import AttentionProblem
-from tests.attention.oracle import Target
+from onchip.testing.attention import Target
 
 _PLAIN = AttentionProblem(1, 1, 1, 8, 8, 16, 16, dtype="float32")
 

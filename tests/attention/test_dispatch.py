@@ -13,7 +13,7 @@ from onchip.errors import InputError
 from onchip.roofline.attention import Formats, Tile, fa2
 from onchip.roofline.hardware import find_gpu
 from onchip.roofline.roofs import predict
-from tests.attention.oracle import Case, Target, check
+from onchip.testing.attention import Case, Target, check
 
 PLAIN = AttentionProblem(1, 2, 2, 8, 8, 16, 16, dtype="float32", device="cpu")
 

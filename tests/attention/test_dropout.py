@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from onchip.attention import attention
 from onchip.errors import InputError
-from tests.attention.oracle import Case, Target, build, check, dropout_mask, run
+from onchip.testing.attention import Case, Target, build, check, dropout_mask, run
 
 
 def _mask_of(seed: int | torch.Tensor, target: Target, p: float = 0.5, size: int = 64):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from onchip.attention import attention, attention_varlen
-from tests.attention.oracle import Case, Target, build, check, compare, run, truth
+from onchip.testing.attention import Case, Target, build, check, compare, run, truth
 
 # torch's own forward mode scripts decompositions when it is first used
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -107,7 +107,7 @@ def test_second_derivatives_of_packed_sequences() -> None:
 
 def test_a_gradient_penalty_knows_empty_rows_and_every_backend(target: Target) -> None:
     """‖dq‖² differentiated again, against the definition differentiated twice."""
-    from tests.attention.oracle import define
+    from onchip.testing.attention import define
 
     case = Case(heads=2, kv_heads=1, seq_q=6, seq_k=4, causal=True)
     inputs = build(case, target.device)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from onchip.attention import attention
-from tests.attention.oracle import Case, Target, build, check, run
+from onchip.testing.attention import Case, Target, build, check, run
 
 NAN = math.nan
 

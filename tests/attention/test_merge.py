@@ -7,7 +7,7 @@ import torch
 
 from onchip.attention import attention, merge_attention
 from onchip.errors import InputError
-from tests.attention.oracle import Case, Target, build
+from onchip.testing.attention import Case, Target, build
 
 INF = math.inf
 

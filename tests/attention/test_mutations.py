@@ -11,7 +11,7 @@ from torch import Tensor
 from onchip.attention import ops
 from onchip.attention.dispatch import implementation
 from onchip.attention.reference import blocks, passes
-from tests.attention.oracle import Case, Target, check
+from onchip.testing.attention import Case, Target, check
 
 CASE = Case(batch=2, heads=4, kv_heads=2, seq_q=40, seq_k=48, causal=True, window=(20, None))
 REFERENCE = Target("reference", "cpu")

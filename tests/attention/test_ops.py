@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from onchip.attention import attention, attention_varlen, derivatives
 from onchip.attention.contract import Arguments, check_dense, check_packed
-from tests.attention.oracle import Case, build
+from onchip.testing.attention import Case, build
 
 # torch's own inductor scripts a module when it is first imported
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from onchip.attention import attention
-from tests.attention.oracle import Case, Target, build, check, run
+from onchip.testing.attention import Case, Target, build, check, run
 
 LENGTHS = st.sampled_from([1, 2, 7, 15, 16, 17, 31, 33, 40])
 WIDTH = st.one_of(st.none(), st.integers(0, 12))

@@ -8,7 +8,7 @@ import torch
 
 from onchip.attention import attention, attention_varlen
 from onchip.attention.contract import check_dense, describe
-from tests.attention.oracle import Case, Target, build, check, run
+from onchip.testing.attention import Case, Target, build, check, run
 
 
 @pytest.mark.parametrize("empty", ["batch", "seq_q", "seq_k", "heads"])

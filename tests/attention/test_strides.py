@@ -7,7 +7,7 @@ from torch import Tensor
 
 from onchip.attention import attention
 from onchip.attention.contract import empty_like_q
-from tests.attention.oracle import Case, Inputs, Target, build, check, run
+from onchip.testing.attention import Case, Inputs, Target, build, check, run
 
 CASE = Case(batch=2, heads=2, kv_heads=2, seq_q=9, seq_k=9)
 

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from onchip.attention.triton import launch, tiles
-from tests.attention.oracle import Case, Target, check
+from onchip.testing.attention import Case, Target, check
 
 TRITON = Target("triton", "cuda" if torch.cuda.is_available() else "cpu")
 

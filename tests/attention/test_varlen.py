@@ -8,7 +8,7 @@ import torch
 
 from onchip.attention import attention, attention_varlen
 from onchip.errors import InputError
-from tests.attention.oracle import Case, Target, build, check, offsets, run
+from onchip.testing.attention import Case, Target, build, check, offsets, run
 
 LENGTHS = ((3, 5), (17, 17), (0, 4), (6, 0), (1, 9))
 

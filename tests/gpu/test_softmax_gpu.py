@@ -4,8 +4,8 @@ import torch
 
 from onchip.bench.memory import peak_extra_bytes
 from onchip.softmax.api import log_softmax, softmax
+from onchip.testing.softmax import agree
 from tests.softmax.conftest import _poison  # noqa: F401  used by every test here too
-from tests.softmax.oracle import agree
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 BOTH = pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from onchip.softmax.api import log_softmax, softmax
-from tests.softmax.oracle import DEVICE, NAMES, agree
+from onchip.testing.softmax import DEVICE, NAMES, agree
 
 INF, NAN = float("inf"), float("nan")
 BACKENDS = pytest.mark.parametrize("backend", ["triton", "reference"])

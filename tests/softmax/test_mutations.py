@@ -8,7 +8,7 @@ import torch
 
 from onchip.softmax import triton as kernels
 from onchip.softmax.triton import plan
-from tests.softmax.oracle import DEVICE, agree
+from onchip.testing.softmax import DEVICE, agree
 
 SOURCES = Path(kernels.__file__).parent
 

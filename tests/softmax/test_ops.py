@@ -4,7 +4,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from onchip.softmax.api import log_softmax, softmax
-from tests.softmax.oracle import DEVICE
+from onchip.testing.softmax import DEVICE
 
 FUNCTIONS = pytest.mark.parametrize(("ours", "theirs"), [(softmax, torch.softmax), (log_softmax, torch.log_softmax)], ids=["plain", "log"])
 OPS = torch.ops.onchip

@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from onchip.softmax.triton import plan, rows
-from tests.softmax.oracle import DEVICE, agree
+from onchip.testing.softmax import DEVICE, agree
 
 PLANS = [None, plan.Plan(False, 4, 16, 4, 1), plan.Plan(False, 1, 8, 4, 1), plan.Plan(True, 8, 64, 4)]
 

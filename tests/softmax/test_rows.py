@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from onchip.softmax.triton import plan, rows
-from tests.softmax.oracle import DEVICE, agree
+from onchip.testing.softmax import DEVICE, agree
 
 
 def fold(x, dim=-1, *others, **options):

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from onchip.attention import attention
 from onchip.attention.problem import Spec
 from onchip.attention.reference import blocks, passes
-from tests.attention.oracle import Case, Target, build, check, run
+from onchip.testing.attention import Case, Target, build, check, run
 
 REFERENCE = Target("reference", "cpu")
 EVERYTHING = {"causal": True, "window": (40, None), "softcap": 3.0, "bias": (2, 1, 1, 70), "mask": (1, 4, 50, 70), "alibi": 2,

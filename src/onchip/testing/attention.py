@@ -147,7 +147,7 @@ def truth(case: Case, inputs: Inputs, dtype: torch.dtype = torch.float64) -> Res
     out, lse = define(case, given, mask, slopes)
     dout, dlse = inputs.dout.cpu().to(dtype), inputs.dlse.cpu().to(dtype)
     roots = [(y, dy) for y, dy in ((out, dout), (lse, torch.where(lse == -torch.inf, 0, dlse))) if y.requires_grad]  # not without any key
-    grads = [None] * len(leaves)
+    grads: Any = [None] * len(leaves)
     if roots:
         outs, incoming = zip(*roots, strict=True)
         grads = torch.autograd.grad(outs, leaves, incoming, allow_unused=True)
@@ -163,9 +163,9 @@ def define(case: Case, given: dict[str, Tensor], mask: Tensor | None, slopes: Te
         return _dense(case, q, k, v, given.get("bias"), given.get("sinks"), mask, slopes, keep)
     outs, lses, at_q, at_k = [], [], 0, 0
     for n, (len_q, len_k) in enumerate(case.lengths):
-        parts = (x.transpose(0, 1)[None] for x in (q[at_q : at_q + len_q], k[at_k : at_k + len_k], v[at_k : at_k + len_k]))
+        qs, ks, vs = (x.transpose(0, 1)[None] for x in (q[at_q : at_q + len_q], k[at_k : at_k + len_k], v[at_k : at_k + len_k]))
         own = slopes[n] if slopes is not None and slopes.dim() == 2 else slopes
-        out, lse = _dense(case, *parts, None, given.get("sinks"), None, own, dropout_mask(case, [n], len_q, len_k))
+        out, lse = _dense(case, qs, ks, vs, None, given.get("sinks"), None, own, dropout_mask(case, [n], len_q, len_k))
         outs.append(out[0].transpose(0, 1))
         lses.append(lse[0])
         at_q, at_k = at_q + len_q, at_k + len_k

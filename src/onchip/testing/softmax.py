@@ -1,6 +1,9 @@
 
 """The float64 truth of softmax and what counts as agreement with it."""
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from onchip.softmax.api import log_softmax, softmax
 
@@ -9,7 +12,7 @@ NAMES = {False: softmax, True: log_softmax}
 EAGER = {False: torch.softmax, True: torch.log_softmax}
 
 
-def hidden_positions(x, mask, causal):
+def hidden_positions(x: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
     """True where a position is hidden, by the definitions; None when nothing hides."""
     if mask is None and not causal:
         return None
@@ -23,7 +26,7 @@ def hidden_positions(x, mask, causal):
     return hidden
 
 
-def truth(x, dy, dim, log, scale, mask, causal):
+def truth(x: Tensor, dy: Tensor, dim: int, log: bool, scale: float, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     """y, dx and the terms dx is a difference of, whose rounding it inherits, in float64 and from the formulas."""
     s, dy = x.double() * scale, dy.double()
     hidden = hidden_positions(x, mask, causal)
@@ -41,7 +44,7 @@ def truth(x, dy, dim, log, scale, mask, causal):
     return y, dx, torch.stack(terms)
 
 
-def eager(x, dy, dim, log, scale, mask, causal):
+def eager(x: Tensor, dy: Tensor, dim: int, log: bool, scale: float, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
     """y and dx of torch's own kernels in x's dtype: the yardstick."""
     x = x.detach().requires_grad_()
     hidden = hidden_positions(x, mask, causal)
@@ -51,18 +54,19 @@ def eager(x, dy, dim, log, scale, mask, causal):
     return y.detach(), torch.autograd.grad(y, x, dy)[0]
 
 
-def error(got, right):
+def error(got: Tensor, right: Tensor) -> float:
     """max |got − right| over finite values."""
     both = got.isfinite() & right.isfinite()
     return (got.double() - right)[both].abs().max().item() if both.any() else 0.0
 
 
-def same_places(got, right):
+def same_places(got: Tensor, right: Tensor) -> bool:
     """Finite, −∞ and NaN in the same places."""
     return all(torch.equal(f(got), f(right)) for f in (torch.isfinite, torch.isneginf, torch.isnan))
 
 
-def agree(x, dim=-1, *, backend="triton", log=False, scale=None, mask=None, causal=False, dtype=None, dy=None):
+def agree(x: Tensor, dim: int = -1, *, backend: str = "triton", log: bool = False, scale: Any = None, mask: Tensor | None = None,
+          causal: bool = False, dtype: torch.dtype | None = None, dy: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Run the operator forward and backward; assert twice torch's own error plus two roundings of the largest term. Returns (y, dx)."""
     leaf = x.detach().requires_grad_()
     y = NAMES[log](leaf, dim, dtype=dtype, scale=scale, mask=mask, causal=causal, backend=backend)
@@ -83,7 +87,7 @@ def agree(x, dim=-1, *, backend="triton", log=False, scale=None, mask=None, caus
     return y.detach(), dx
 
 
-def _close(name, got, right, same, terms):
+def _close(name: str, got: Tensor, right: Tensor, same: Tensor, terms: Tensor) -> None:
     assert same_places(got, right), f"{name}: NaN or infinities elsewhere than in the truth"
     finite = terms[terms.isfinite()].abs()
     allowed = 2 * error(same, right) + 2 * torch.finfo(got.dtype).eps * (finite.max().item() if finite.numel() else 0.0)
