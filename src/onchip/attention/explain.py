@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from onchip.attention.dispatch import CAPABILITIES, choose, why_not
 from onchip.attention.problem import FEATURES, AttentionProblem
 from onchip.errors import InputError
-from onchip.roofline.attention import Formats, Tile, fa2
+from onchip.roofline.attention import Formats, fa2
 from onchip.roofline.hardware import GPU
-from onchip.roofline.roofs import Prediction, predict
+from onchip.roofline.roofs import Prediction, predict, tile_on
 
 _BR, _BC = 128, 64  # tile of the schedule the prediction is made for
 
@@ -58,8 +58,7 @@ def _predict(problem: AttentionProblem, gpu: GPU | None) -> Prediction | None:
         return None
     dtype = "tf32" if problem.tf32 else problem.dtype
     try:
-        tile = Tile(_BR, _BC, 64 if gpu.capability == (9, 0) else 0)  # wgmma reads K and V once for 64 rows
-        return predict(fa2(problem.shape, tile, Formats(problem.dtype, problem.dtype)), gpu, dtype)
+        return predict(fa2(problem.shape, tile_on(gpu, _BR, _BC), Formats(problem.dtype, problem.dtype)), gpu, dtype)
     except InputError:  # the card has no peak for this dtype
         return None
 

@@ -8,6 +8,7 @@ from onchip.errors import InputError, require
 from onchip.roofline.attention import Tile
 from onchip.roofline.dtypes import parse_dtype
 from onchip.roofline.hardware import GPU
+from onchip.roofline.roofs import tile_on
 from onchip.roofline.shape import AttentionShape
 
 SeqOption = Annotated[int, typer.Option("--seq", help="Sequence length N: queries, and keys unless --seq-k is given.",
@@ -50,8 +51,7 @@ def parse_tile(text: str, gpu: GPU | None = None) -> Tile:
     if not match:
         raise InputError(f"--tile: got {text!r}, accepted: ROWSxKEYS, e.g. 128x64")
     br, bc = map(int, match.groups())
-    wgmma = gpu is not None and gpu.capability == (9, 0) and br % 64 == 0
-    return Tile(br, bc, 64 if wgmma else 0)
+    return Tile(br, bc) if gpu is None else tile_on(gpu, br, bc)
 
 
 def build_shape(seq: int, seq_k: int | None, head_dim: int, head_dim_v: int | None, heads: int, kv_heads: int | None, batch: int,

@@ -10,7 +10,7 @@ Not here: wave quantisation, latency and launch time; `onchip.roofline.tiles` ad
 """
 from dataclasses import dataclass
 
-from onchip.roofline.attention import Formats, naive
+from onchip.roofline.attention import Formats, Tile, naive
 from onchip.roofline.dram import dram_bytes
 from onchip.roofline.hardware import GPU
 from onchip.roofline.ledger import Kernel, Pipeline
@@ -95,6 +95,11 @@ def kernel_time(kernel: Kernel, gpu: GPU, dtype: str, blocks_per_sm: int = 1) ->
         "fp32 pipe": (kernel.vector_ops, gpu.vector_rate * share),
     }
     return KernelTime(kernel.name, {roof: amount / rate for roof, (amount, rate) in work.items() if amount and rate}, nbytes)
+
+
+def tile_on(gpu: GPU, br: int, bc: int) -> Tile:
+    """A tile of br query rows × bc keys as `gpu` would run it: on Hopper wgmma reads K and V once for 64 rows, where br is made of them."""
+    return Tile(br, bc, 64 if gpu.capability == (9, 0) and br % 64 == 0 else 0)
 
 
 def predict(pipeline: Pipeline, gpu: GPU, dtype: str, blocks_per_sm: int = 1) -> Prediction:
