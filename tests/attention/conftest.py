@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from onchip.attention import ops
 from onchip.attention.dispatch import CAPABILITIES, why_not
 from onchip.attention.problem import AttentionProblem
 from onchip.testing.attention import Target
@@ -36,6 +37,12 @@ def _one_thread() -> Iterator[None]:
     with np.errstate(all="ignore"):  # Triton's interpreter computes in numpy, where NaN and −∞ warn
         yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _no_routes() -> None:
+    """What earlier tests' calls settled (some under patched limits) is forgotten."""
+    ops._ROUTES.clear()
 
 
 @pytest.fixture(autouse=True, scope="module")

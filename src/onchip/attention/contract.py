@@ -108,6 +108,8 @@ def empty_like_q(q: Tensor, dim: int) -> Tensor:
     if q.dim() == 4 and q.stride(1) < q.stride(2):
         b, h, s, _ = q.shape
         return q.new_empty((b, s, h, dim)).transpose(1, 2)
+    if dim == q.shape[-1] and q.is_contiguous():
+        return torch.empty_like(q)  # the same, 2 µs sooner
     return q.new_empty((*q.shape[:-1], dim))
 
 
@@ -148,7 +150,7 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, rank: int, names: str) -> t
         if x.dim() != rank:
             raise InputError(f"{name}: got {x.dim()} dimensions {_shape(x)}, accepted: {rank} {names}")
     device = q.device
-    if device.type != "meta" and torch.is_autocast_enabled(device.type):
+    if torch._C._is_any_autocast_enabled() and device.type != "meta" and torch.is_autocast_enabled(device.type):
         lower = torch.get_autocast_dtype(device.type)
         q, k, v = (x if x.dtype == torch.float64 or not x.is_floating_point() else x.to(lower) for x in (q, k, v))
     for name, x in (("k", k), ("v", v)):

@@ -28,8 +28,9 @@ def attention(call: Arguments) -> tuple[Tensor, Tensor]:
         return ops.forward_op(*call)
     if forward_ad._current_level >= 0:
         return _Functional.apply(*call)
-    differentiable = (call.q, call.k, call.v, call.bias, call.sinks)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable):
+    q, k, v, bias, sinks = call.q, call.k, call.v, call.bias, call.sinks
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or (bias is not None and bias.requires_grad)
+                                    or (sinks is not None and sinks.requires_grad)):
         return _Eager.apply(*call)
     return _run(ops.forward, ops.forward_op, call)
 
@@ -41,11 +42,14 @@ def _transformed(call: Arguments) -> tuple[Tensor, Tensor]:
 
 def _run(implementation: Any, op: Any, args: tuple[Any, ...]) -> Any:
     """`op`, of which nothing is differentiated here, by the shortest way: the dispatcher takes 40 µs over its many arguments."""
-    plain = all(type(x) in (Tensor, Parameter) for x in args[:5] if x is not None)
+    plain = _PLAIN.issuperset(map(type, args[:5]))
     if plain and not (args[0].is_meta or torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()):
         return implementation(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args)
+
+
+_PLAIN = {Tensor, Parameter, type(None)}
 
 
 class _Eager(torch.autograd.Function):

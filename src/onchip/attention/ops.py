@@ -4,8 +4,7 @@ They are opaque to torch.compile and export. Inside, `dispatch` chooses the impl
 Fakes make the outputs with the very function the implementations use: strides agree. `derivatives` differentiates them.
 """
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch.utils.flop_counter import register_flop_formula
 from onchip.attention import vmap as rules
 from onchip.attention.contract import Arguments, describe, empty_like_q
 from onchip.attention.dispatch import choose, implementation
-from onchip.attention.problem import AttentionProblem, Spec
+from onchip.attention.problem import Spec
 from onchip.roofline.attention import useful_flops
 from onchip.roofline.backward import backward_flops
 from onchip.roofline.shape import AttentionShape
@@ -31,11 +30,44 @@ library.define("attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k
                 f"{_OPTIONS}, bool[] needs, {_NUMBERS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)")
 
 
-@lru_cache(maxsize=4096)
-def _plan(problem: AttentionProblem, backend: str) -> tuple[str, Spec]:
-    chosen = choose(problem, backend)
-    nothing = 0 in (problem.batch, problem.heads, problem.seq_q, problem.seq_k)  # no score, no kernel
-    return "reference" if nothing else chosen, problem.spec
+class Route(NamedTuple):
+    """How calls of one kind run. They share shapes, strides, dtypes, device, numbers, and the alignment of their tensors: everything but
+    the data. So what depends on nothing else is worked out at the first of them."""
+
+    backend: str
+    spec: Spec
+    as_given: bool  # the backend takes the tensors as they come
+    memo: dict[str, Any]  # the implementation's own
+
+
+_ROUTES: dict[tuple[Any, ...], Route] = {}
+_MOST_ROUTES = 4096
+
+
+def _kind(x: Tensor | None) -> tuple[Any, ...] | None:
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
+
+
+def _route(call: tuple[Any, ...], *more: Any) -> Route:
+    """The route of calls like `call`, the fields of `Arguments`; `more` is what else they have in common."""
+    q = call[0]
+    tf32 = q.dtype == torch.float32 and q.is_cuda and torch.backends.cuda.matmul.fp32_precision
+    kind = (*map(_kind, call[:TENSORS]), call[TENSORS:], q.device, torch.are_deterministic_algorithms_enabled(), tf32, more)
+    route = _ROUTES.get(kind)
+    if route is None:
+        if len(_ROUTES) >= _MOST_ROUTES:
+            _ROUTES.clear()
+        route = _ROUTES[kind] = _make_route(Arguments(*call))
+    return route
+
+
+def _make_route(call: Arguments) -> Route:
+    problem = describe(call)
+    backend = choose(problem, call.backend)
+    if 0 in (problem.batch, problem.heads, problem.seq_q, problem.seq_k):  # no score, no kernel
+        backend = "reference"
+    as_given = call.bias is None and call.mask is None and all(_unit_last(x) is x for x in call[:3])
+    return Route(backend, problem.spec, as_given, {})
 
 
 def _operands(call: Arguments) -> tuple[Any, ...]:
@@ -52,32 +84,34 @@ def _unit_last(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else empty_like_q(x, x.shape[-1]).copy_(x)
 
 
+_AS_IT_IS = nullcontext()
+
+
 def exact(x: Tensor) -> AbstractContextManager[Any]:
     """Autocast has done its part in the contract; inside, it would round what implementations compute in fp32."""
-    device = x.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    return torch.autocast(x.device.type, enabled=False) if torch._C._is_any_autocast_enabled() else _AS_IT_IS
 
 
 def forward(*args: Any) -> tuple[Tensor, Tensor]:
     """What `onchip::attention_forward` does, on tensors that hold data."""
-    call = Arguments(*args)
-    backend, spec = _plan(describe(call), call.backend)
-    with exact(call.q):
-        return implementation(backend, "forward")(*_operands(call), spec)
+    route = _route(args)
+    operands = args[:TENSORS] if route.as_given else _operands(Arguments(*args))
+    with exact(args[0]):
+        return implementation(route.backend, "forward")(*operands, route.spec, route.memo)
 
 
 def backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
              *rest: Any) -> tuple[Tensor, ...]:
     """What `onchip::attention_backward` does: a gradient for each True in needs, an empty tensor for each False."""
-    options, needs, numbers = rest[:7], rest[7], rest[8:]
+    options, needs, numbers = rest[:7], tuple(rest[7]), rest[8:]
     call = Arguments(q, k, v, *options, *numbers)
     if needs[3] and call.bias is not None and 0 in call.bias.stride():
         call = call._replace(bias=call.bias.contiguous())  # every element of an expanded bias has a gradient of its own
-    backend, spec = _plan(describe(call), call.backend)
-    q, k, v, *others = _operands(call)
-    dlse = None if dlse is None else dlse.contiguous()
+    dout, dlse = _unit_last(dout), None if dlse is None else dlse.contiguous()
+    route = _route(call, needs, *map(_kind, (dout, dlse, out, lse)))
+    operands = call[:TENSORS] if route.as_given else _operands(call)
     with exact(q):
-        grads = implementation(backend, "backward")(_unit_last(dout), dlse, q, k, v, out, lse, *others, spec, tuple(needs))
+        grads = implementation(route.backend, "backward")(dout, dlse, *operands[:3], out, lse, *operands[3:], route.spec, needs, route.memo)
     dtypes = (q.dtype, k.dtype, v.dtype, *(q.dtype if x is None else x.dtype for x in (call.bias, call.sinks)))
     return tuple(q.new_empty(0) if grad is None else grad.to(dtype) for grad, dtype in zip(grads, dtypes, strict=True))
 

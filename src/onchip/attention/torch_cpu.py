@@ -3,6 +3,8 @@
 Under a causal mask it multiplies hidden values by zero, so a NaN or Inf in v would reach rows that do not see it. A finite result proves
 that none did; otherwise the reference computes the call anew. It knows no gradient of lse: the reference's backward takes those.
 """
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, bias: None, mask: None, alibi_slopes: None, sinks: None, cu_seqlens_q: None,
-            cu_seqlens_k: None, dropout_seed: None, spec: Spec) -> tuple[Tensor, Tensor]:
+            cu_seqlens_k: None, dropout_seed: None, spec: Spec, memo: dict[str, Any] | None = None) -> tuple[Tensor, Tensor]:
     """(out, lse) of a dense call without bias, mask, slopes, sinks, window, softcap or dropout."""
     out, lse = _forward(q, k, v, 0.0, spec.causal != 0, scale=spec.scale)
     if spec.causal and not _finite(out):
@@ -24,7 +26,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, bias: None, mask: None, alibi_slope
 
 def backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: None, mask: None,
              alibi_slopes: None, sinks: None, cu_seqlens_q: None, cu_seqlens_k: None, dropout_seed: None, spec: Spec,
-             needs: tuple[bool, bool, bool, bool, bool]) -> tuple[Tensor | None, ...]:
+             needs: tuple[bool, bool, bool, bool, bool], memo: dict[str, Any] | None = None) -> tuple[Tensor | None, ...]:
     """(dq, dk, dv, None, None), None where not needed."""
     if dlse is None:
         grads = _backward(dout, q, k, v, out, lse, 0.0, spec.causal != 0, scale=spec.scale)

@@ -14,10 +14,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from onchip.attention.contract import Spec, empty_like_q
-from onchip.attention.hopper import compat, tiles
+from onchip.attention.hopper import tiles
 from onchip.attention.hopper.forward import FAR, forward_kernel
 from onchip.attention.hopper.tiles import ROWS, Tile
 from onchip.attention.problem import AttentionProblem
+from onchip.launcher import Launcher
 
 LOG2E = math.log2(math.e)
 WRAP, ORIGIN = 1 << 34, 0x7FFF0000  # stride of the wrap axis (less a row); extent of the wrap and origin axes
@@ -123,7 +124,7 @@ class Plan:
         self.after_pointers = (*numbers, *constants(
             tile, packed=packed, top_left=spec.causal == 2, left=left, right=right, sinks=sinks, softcap=spec.softcap != 0,
             online=_rather_online(q, spec) if online is None else online).values())
-        self.launcher: compat.Launcher | None = None
+        self.launcher: Launcher | None = None
         self.maps: dict[tuple[int, int], tuple[Any, ...]] = {}
 
     def operands(self, *tensors: Tensor) -> list[Tensor]:
@@ -171,7 +172,7 @@ class Plan:
             args = [d for which, t in enumerate((q, k, v, out)) for d in self.descriptors(which, t)]
             args += [lse, lse if sinks is None else sinks, taken, scratch, scratch[flags:]]
             args += [scratch if cu is None else cu for cu in (cu_q, cu_k)]
-            self.launcher = compat.Launcher(forward_kernel[(self.grid,)](*args, *self.after_pointers[:-1], **options(self.tile)))
+            self.launcher = Launcher(forward_kernel[(self.grid,)](*args, *self.after_pointers[:-1], **options(self.tile)))
         else:
             base = scratch.data_ptr()
             pointers = (*self.encoded(0, q), *self.encoded(1, k), *self.encoded(2, v), *self.encoded(3, out), lse.data_ptr(),
@@ -234,7 +235,8 @@ def repeated(scratch: Tensor, tile: Tile) -> Tensor:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, alibi_slopes: Tensor | None, sinks: Tensor | None,
-            cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, dropout_seed: Tensor | None, spec: Spec) -> tuple[Tensor, Tensor]:
+            cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, dropout_seed: Tensor | None, spec: Spec,
+            memo: dict[str, Any] | None = None) -> tuple[Tensor, Tensor]:
     """(out, lse) of a call that `why_not` accepts, without bias, mask, ALiBi and dropout: out in q's dtype and memory order, lse fp32,
     (B, Hq, Sq) or packed (Hq, total).
 

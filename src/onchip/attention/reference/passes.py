@@ -1,5 +1,6 @@
 """The two passes of the reference, block by block (the package says what they compute)."""
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,8 @@ from onchip.attention.reference.packed import Members, equal_lengths, gather, sc
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, alibi_slopes: Tensor | None, sinks: Tensor | None,
-            cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, dropout_seed: Tensor | None, spec: Spec) -> tuple[Tensor, Tensor]:
+            cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, dropout_seed: Tensor | None, spec: Spec,
+            memo: dict[str, Any] | None = None) -> tuple[Tensor, Tensor]:
     """(out, lse): dense (B, Hq, Sq, Dv) and (B, Hq, Sq), packed (total_q, Hq, Dv) and (Hq, total_q)."""
     if cu_seqlens_q is None or cu_seqlens_k is None:
         sequence = torch.arange(q.shape[0], device=q.device)
@@ -27,7 +29,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor |
 def backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None,
              mask: Tensor | None, alibi_slopes: Tensor | None, sinks: Tensor | None, cu_seqlens_q: Tensor | None,
              cu_seqlens_k: Tensor | None, dropout_seed: Tensor | None, spec: Spec,
-             needs: tuple[bool, bool, bool, bool, bool]) -> tuple[Tensor | None, ...]:
+             needs: tuple[bool, bool, bool, bool, bool], memo: dict[str, Any] | None = None) -> tuple[Tensor | None, ...]:
     """(dq, dk, dv, dbias, dsinks), None where `needs` is False; dbias in fp32 with size 1 where bias has stride 0."""
     if cu_seqlens_q is None or cu_seqlens_k is None:
         sequence = torch.arange(q.shape[0], device=q.device)

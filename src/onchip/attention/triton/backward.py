@@ -8,6 +8,7 @@ No atomics, so every gradient repeats bit for bit: one program per key tile sums
 query tile sums dQ, one per bias tile (bias.py) sums dbias over the dimensions it was broadcast along.
 """
 import math
+from typing import Any
 
 import torch
 import triton
@@ -200,7 +201,7 @@ def keys_kernel(
 def backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None,
              mask: Tensor | None, alibi_slopes: Tensor | None, sinks: Tensor | None, cu_seqlens_q: Tensor | None,
              cu_seqlens_k: Tensor | None, dropout_seed: Tensor | None, spec: Spec,
-             needs: tuple[bool, bool, bool, bool, bool]) -> tuple[Tensor | None, ...]:
+             needs: tuple[bool, bool, bool, bool, bool], memo: dict[str, Any] | None = None) -> tuple[Tensor | None, ...]:
     """(dq, dk, dv, dbias, dsinks), None where `needs` is False; dbias fp32 in the bias' own (unexpanded) shape.
 
     K, V, Q and dO are read by the rule of the forward pass: a row that nothing in a tile sees is never read into a gradient.
@@ -209,11 +210,11 @@ def backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     dq, dk, dv = (launch.gradient(t, cu_seqlens_q is not None) if need else None for t, need in ((q, need_q), (k, need_k), (v, need_v)))
-    call = launch.Call(q, k, v, bias, mask, alibi_slopes, cu_seqlens_q, cu_seqlens_k, dropout_seed, spec,
+    call = launch.Call(memo, q, k, v, bias, mask, alibi_slopes, cu_seqlens_q, cu_seqlens_k, dropout_seed, spec,
                        o=out, do=dout, dq=dq, dk=dk, dv=dv)
     lse2, delta = torch.empty((2, lse.numel() + tiles.MOST_ROWS), dtype=torch.float32, device=q.device)
-    tile = tiles.rows(call.args["BDV"])
-    tile_count = -(-call.args["len_q"] // tile.bm)
+    tile = tiles.rows(call.numbers["BDV"])
+    tile_count = -(-call.numbers["len_q"] // tile.bm)
     call(rows_kernel, tile, tile_count * math.prod(lse.shape[:-1]), tile_count=tile_count, lse=lse, dlse=dlse, lse2=lse2, delta=delta)
     if need_k or need_v:
         tile = call.tile("keys")

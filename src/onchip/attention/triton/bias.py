@@ -73,7 +73,7 @@ def bias_kernel(
 
 def bias_gradient(call: launch.Call, lse2: Tensor, delta: Tensor) -> Tensor:
     """dbias of the call, fp32, in the bias' unexpanded shape. The cut into parts depends on the shapes alone, so results repeat."""
-    bias = call.args["bias"]
+    bias = call.tensors["bias"]
     size_b, size_h, rows, keys = (n if stride else 1 for n, stride in zip(bias.shape, bias.stride(), strict=True))
     tile = call.tile("bias")
     blocks_i, blocks_j = -(-bias.shape[2] // tile.bm), -(-bias.shape[3] // tile.bn)

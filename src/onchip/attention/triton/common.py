@@ -96,7 +96,8 @@ def load_tile(tensor, at, tma, b, h, row, row_ok, ROWS: tl.constexpr, COLS: tl.c
     a register pair for each 16 bytes. Masked ones keep to pointers, because a row to be hidden lies inside the tensor.
     """
     if tma is not None and not CHECK:
-        tile = tma.load([b.to(tl.int32), h.to(tl.int32), row.to(tl.int32), 0]).reshape(ROWS, COLS)
+        batch = tl.where(at[0] == 0, 0, b)  # packed: b counts sequences, the descriptor knows one batch
+        tile = tma.load([batch.to(tl.int32), h.to(tl.int32), row.to(tl.int32), 0]).reshape(ROWS, COLS)
     else:
         rows, cols = tl.arange(0, ROWS)[:, None].to(tl.int64), tl.arange(0, COLS)[None, :]
         pointers = origin(tensor, at, b, h, row, UNIT) + rows * (at[2] * UNIT) + cols

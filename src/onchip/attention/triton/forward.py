@@ -2,6 +2,8 @@
 
 The schedule is FlashAttention-2's (arXiv 2307.08691, Alg. 1): query tiles outside, keys inside, O unnormalised until the end.
 """
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -104,14 +106,15 @@ def forward_kernel(
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, alibi_slopes: Tensor | None, sinks: Tensor | None,
-            cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, dropout_seed: Tensor | None, spec: Spec) -> tuple[Tensor, Tensor]:
+            cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, dropout_seed: Tensor | None, spec: Spec,
+            memo: dict[str, Any] | None = None) -> tuple[Tensor, Tensor]:
     """(out, lse) of the checked call `spec`: out in q's dtype and memory order, lse fp32, (B, Hq, Sq) or packed (Hq, total).
 
     A value row is read only by query tiles with a row that sees it; within such a tile it is multiplied by p = 0 for the other rows, so a
     NaN or infinity there reaches them too. NaN in K reaches exactly the rows that see it.
     """
     out, lse = launch.outputs(q, v.shape[-1], cu_seqlens_q is not None)
-    call = launch.Call(q, k, v, bias, mask, alibi_slopes, cu_seqlens_q, cu_seqlens_k, dropout_seed, spec, o=out)
+    call = launch.Call(memo, q, k, v, bias, mask, alibi_slopes, cu_seqlens_q, cu_seqlens_k, dropout_seed, spec, o=out)
     tile = call.tile("forward")
     tile_count = -(-spec.max_seqlen_q // tile.bm)
     call(forward_kernel, tile, tile_count * call.heads * call.sequences, tile_count=tile_count, lse=lse, sinks=sinks,

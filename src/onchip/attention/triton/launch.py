@@ -11,6 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from onchip.attention.contract import Spec, empty_like_q
 from onchip.attention.triton import tiles
 from onchip.attention.triton.tiles import Tile
+from onchip.launcher import Launcher
 
 # Arguments Triton must not specialise on: a new length or stride never compiles a new kernel (common.py says how alignment is kept).
 # The strides of a bias or mask are left out: whether their rows are contiguous and aligned decides how they are loaded.
@@ -26,17 +27,19 @@ SPLIT_DIM = 128
 TMA_PAIRS = 2**27  # (row, key) pairs from which on tensor-memory-accelerator descriptors are made
 
 
-class Call:
-    """One attention call, ready for any of its kernels. `others` are more tensors laid out as q is; their strides join the arguments."""
+class Layout:
+    """What the kernels of a call are told beside its tensors, worked out once for all calls of one kind (`ops.Route`).
+
+    `others` are more tensors laid out as q is; their strides join the arguments.
+    """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, slopes: Tensor | None,
-                 cu_q: Tensor | None, cu_k: Tensor | None, seed: Tensor | None, spec: Spec, **others: Tensor | None) -> None:
+                 cu_q: Tensor | None, spec: Spec, others: dict[str, Tensor | None]) -> None:
         packed = cu_q is not None
         self.device, self.heads, self.kv_heads = q.device, q.shape[1], k.shape[1]
         self.sequences = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
-        self.tensors = {"q": q, "k": k, "v": v, **{name: t for name, t in others.items() if t is not None}}
-        self.steps = {name: _strides(t, packed) for name, t in self.tensors.items()}
-        absent = {name: (0, 0, 0) for name in others if name not in self.tensors}
+        self.steps = {name: _strides(t, packed) for name, t in {"q": q, "k": k, "v": v, **others}.items() if t is not None}
+        absent = {name: (0, 0, 0) for name in others if name not in self.steps}
         unit = 16 // q.element_size()
         if any(stride % unit for steps in self.steps.values() for stride in steps):
             unit = 1
@@ -45,8 +48,7 @@ class Call:
         self.accelerated = unit > 1 and capability >= (9, 0) and (
             self.sequences * self.heads * spec.max_seqlen_q * spec.max_seqlen_k >= TMA_PAIRS)
         d, dv = q.shape[-1], v.shape[-1]
-        self.args: dict[str, Any] = {
-            **others, **self.tensors, "bias": bias, "mask": mask, "slopes": slopes, "cu_q": cu_q, "cu_k": cu_k, "seed": seed,
+        self.numbers: dict[str, Any] = {
             "len_q": q.shape[0 if packed else 2], "len_k": k.shape[0 if packed else 2],
             "heads": self.heads, "group": self.heads // self.kv_heads,
             "slopes_b": slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
@@ -55,41 +57,81 @@ class Call:
         }
         for name, steps in (self.steps | absent).items():
             for axis, stride in zip("bhs", steps, strict=True):
-                self.args[f"{name}_{axis}"] = stride // unit
+                self.numbers[f"{name}_{axis}"] = stride // unit
         for name, t in (("bias", bias), ("mask", mask)):
             for axis, stride in zip("bhij", (0, 0, 0, 0) if t is None else t.stride(), strict=True):
-                self.args[f"{name}_{axis}"] = stride
+                self.numbers[f"{name}_{axis}"] = stride
+        self.tiles: dict[str, Tile] = {}
+        self.again: dict[str, tuple[Launcher, list[Any], list[tuple[int, str]]]] = {}  # kernels launched before, see `Call.__call__`
+
+
+class Call:
+    """One attention call, ready for any of its kernels. `memo` belongs to calls of this very kind (`ops.Route`)."""
+
+    def __init__(self, memo: dict[str, Any] | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None,
+                 slopes: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, seed: Tensor | None, spec: Spec,
+                 **others: Tensor | None) -> None:
+        layout = memo.get("layout") if memo else None
+        if layout is None:
+            layout = Layout(q, k, v, bias, mask, slopes, cu_q, spec, others)
+            if memo is not None:
+                memo["layout"] = layout
+        self.layout: Layout = layout
+        self.device, self.heads, self.kv_heads, self.sequences = layout.device, layout.heads, layout.kv_heads, layout.sequences
+        self.numbers = layout.numbers
+        self.tensors = {"q": q, "k": k, "v": v, **others, "bias": bias, "mask": mask, "slopes": slopes, "cu_q": cu_q, "cu_k": cu_k,
+                        "seed": seed}
 
     def tile(self, kernel: str) -> Tile:
         """The tile `kernel` runs for this call on this card."""
-        args = self.args
-        extra = any(args[name] is not None for name in ("bias", "mask", "seed", "softcap", "slopes"))
-        return tiles.choose(kernel, self.device, args["q"].dtype, max(args["BD"], args["BDV"]), extra)
+        tile = self.layout.tiles.get(kernel)
+        if tile is None:
+            args = self.tensors | self.numbers
+            extra = any(args[name] is not None for name in ("bias", "mask", "seed", "softcap", "slopes"))
+            tile = tiles.choose(kernel, self.device, args["q"].dtype, max(args["BD"], args["BDV"]), extra)
+            self.layout.tiles[kernel] = tile
+        return tile
 
     def __call__(self, kernel: Any, tile: Tile, programs: int, **more: Any) -> None:
-        """Launch `kernel` on the tensors' device and its current stream."""
-        if programs:
-            args = {**self.args, "BM": tile.bm, "BN": tile.bn, **more}
-            with on(self.device):
-                launch(kernel, programs, [args[name] for name in kernel.arg_names], tile)
+        """Launch `kernel` on the tensors' device and its current stream. The second time only its tensors are filled in."""
+        if not programs:
+            return
+        tensors = {**self.tensors, **more}
+        again = self.layout.again.get(kernel.__name__)
+        with on(self.device):
+            if again is not None:
+                launcher, values, holes = again
+                values = values.copy()
+                for at, name in holes:
+                    values[at] = tensors[name]
+                launcher(programs, torch._C._cuda_getCurrentRawStream(self.device.index), values)
+                return
+            args = {**self.numbers, **tensors, "BM": tile.bm, "BN": tile.bn}
+            compiled = launch(kernel, programs, [args[name] for name in kernel.arg_names], tile)
+        if not self.layout.accelerated and Launcher.serves(compiled):
+            holes = [(at, name) for at, name in enumerate(kernel.arg_names) if isinstance(args[name], Tensor)]
+            values = [None if isinstance(args[name], Tensor) else args[name] for name in kernel.arg_names]
+            self.layout.again[kernel.__name__] = Launcher(compiled), values, holes
 
     def tma(self, name: str, rows: int) -> TensorDescriptor | None:
         """Descriptor for tiles of `rows` rows of tensor `name`; None: a small call, an older card, odd alignment, a stride of 0."""
-        t, steps = self.tensors[name], self.steps[name]
+        if not self.layout.accelerated:
+            return None
+        t, steps = self.tensors[name], self.layout.steps[name]
         shape = t.shape if t.dim() == 4 else (1, t.shape[1], t.shape[0], t.shape[2])
-        if not self.accelerated or t.data_ptr() % 16 or any(n > 1 and not step for n, step in zip(shape, steps, strict=False)):
+        if t.data_ptr() % 16 or any(n > 1 and not step for n, step in zip(shape, steps, strict=False)):
             return None
         strides = [step or 16 // t.element_size() for step in steps]  # an axis of size 1 takes any legal stride
         return TensorDescriptor(t, list(shape), [*strides, 1], [1, 1, rows, block(t.shape[-1])])
 
     def tma_rows(self, statistic: Tensor, rows: int) -> TensorDescriptor | None:
         """The same for `rows` values of a row statistic."""
-        return TensorDescriptor(statistic, [statistic.numel()], [1], [rows]) if self.accelerated else None
+        return TensorDescriptor(statistic, [statistic.numel()], [1], [rows]) if self.layout.accelerated else None
 
 
-def launch(kernel: Any, programs: int, args: list[Any], tile: Tile) -> None:
-    """The one place where kernels start. FP fusion is asked for by name: the softmax counts on x · factor − m being one FMA."""
-    kernel[(programs,)](*args, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True)
+def launch(kernel: Any, programs: int, args: list[Any], tile: Tile) -> Any:
+    """The one place where kernels compile. FP fusion is asked for by name: the softmax counts on x · factor − m being one FMA."""
+    return kernel[(programs,)](*args, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True)
 
 
 @lru_cache(maxsize=4096)
@@ -132,7 +174,7 @@ def outputs(q: Tensor, dim: int, packed: bool) -> tuple[Tensor, Tensor]:
     out = empty_like_q(q, dim)
     if packed:
         return out.zero_(), torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32, device=q.device)
-    return out, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def gradient(t: Tensor, packed: bool) -> Tensor:
