@@ -8,6 +8,7 @@ import torch
 from onchip.attention import attention, dispatch, explain, ops
 from onchip.attention.dispatch import CAPABILITIES, DTYPES, choose, implementation, why_not
 from onchip.attention.explain import explain_problem
+from onchip.attention.hopper import tiles as hopper_tiles
 from onchip.attention.problem import FEATURES, AttentionProblem
 from onchip.errors import InputError
 from onchip.roofline.attention import Formats, Tile, fa2
@@ -134,8 +135,31 @@ def test_explain_packed_and_on_a_card_that_is_not_there() -> None:
 def test_the_prediction_is_the_roofline_rooms() -> None:
     problem = AttentionProblem(2, 16, 16, 4096, 4096, 128, 128)
     answer = explain_problem(problem, gpu=find_gpu("h200"))
-    assert answer.prediction == predict(fa2(problem.shape, Tile(128, 64, 64), Formats()), find_gpu("h200"), "bfloat16")
+    assert answer.prediction == predict(fa2(problem.shape, Tile(*answer.tile, 64), Formats()), find_gpu("h200"), "bfloat16")
     useful = 4 * 2 * 16 * 4096**2 * 128 / 989.4e12  # the tensor peak alone
     assert useful <= answer.prediction.time < 2 * useful
     assert "bound by" in str(answer)
-    assert explain_problem(replace(problem, seq_q=0), gpu=find_gpu("h200")).prediction is None
+    empty = explain_problem(replace(problem, seq_q=0), gpu=find_gpu("h200"))
+    assert (empty.tile, empty.prediction) == (None, None)
+
+
+@pytest.mark.parametrize(("card", "fields", "tile"), [
+    ("h200", {}, (128, 64)), ("h200", {"head_dim": 256, "head_dim_v": 256}, (128, 64)), ("a100", {"bias": True}, (128, 64)),
+    ("h200", {"dtype": "float32"}, (64, 32)), ("a100", {"head_dim": 192}, (64, 64)), ("l4", {"head_dim": 192}, (64, 32)),
+    ("l4", {"head_dim": 192, "alibi": True}, (32, 32)), ("mi300x", {}, (64, 32))])
+def test_the_prediction_is_for_the_tile_triton_runs_on_that_card(
+        monkeypatch: pytest.MonkeyPatch, card: str, fields: dict, tile: tuple[int, int]) -> None:
+    monkeypatch.setitem(CAPABILITIES, "triton", replace(CAPABILITIES["triton"], limits=lambda problem: None))
+    answer = explain_problem(replace(AttentionProblem(2, 16, 16, 4096, 4096, 128, 128), **fields), "triton", find_gpu(card))
+    assert answer.tile == tile
+    assert f"tiles of {tile[0]}×{tile[1]}" in str(answer)
+
+
+@pytest.mark.parametrize(("dim", "dim_v"), [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_the_prediction_is_for_the_tile_hopper_runs(monkeypatch: pytest.MonkeyPatch, dim: int, dim_v: int) -> None:
+    monkeypatch.setitem(CAPABILITIES, "hopper", replace(CAPABILITIES["hopper"], limits=lambda problem: None))
+    problem, card = AttentionProblem(2, 16, 16, 4096, 4096, dim, dim_v), find_gpu("h200")
+    answer, row = explain_problem(problem, gpu=card), hopper_tiles.forward(dim, dim_v)
+    assert answer.backend == "hopper"
+    assert answer.tile == (row.rows, row.keys)
+    assert answer.prediction == predict(fa2(problem.shape, Tile(row.rows, row.keys, 64), Formats()), card, "bfloat16")

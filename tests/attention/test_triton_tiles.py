@@ -2,7 +2,8 @@
 import pytest
 import torch
 
-from onchip.attention.triton import launch, tiles
+from onchip.attention.problem import Spec
+from onchip.attention.triton import backward, forward, launch, tiles
 from onchip.testing.attention import Case, Target, check
 
 TRITON = Target("triton", "cuda" if torch.cuda.is_available() else "cpu")
@@ -25,16 +26,21 @@ def test_tile_edges(case: Case) -> None:
     check(case, TRITON)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_whole_tiles_through_descriptors(monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
+@pytest.mark.parametrize(("case", "descriptors"), [
+    (Case(seq_q=40, seq_k=70, dtype="float16"), 8), (Case(seq_q=40, seq_k=70, causal=True, dtype="bfloat16"), 8),
+    # without those of the statistics, whose heads or sequences do not all start at multiples of 16 bytes
+    (Case(batch=2, heads=4, seq_q=41, seq_k=70, dtype="float16"), 6), (Case(batch=2, seq_q=70, seq_k=70, causal=True, dtype="bfloat16"), 6),
+    (Case(lengths=((40, 70), (9, 40), (33, 65)), dtype="bfloat16"), 6),
+    (Case(lengths=((40, 70), (9, 40), (33, 65)), causal=True, dtype="float16"), 6)])
+def test_whole_tiles_through_descriptors(monkeypatch: pytest.MonkeyPatch, case: Case, descriptors: int) -> None:
     made = []
     monkeypatch.setattr(tiles, "capability", lambda _: (9, 0))
     monkeypatch.setattr(launch, "TMA_PAIRS", 0)
     original = launch.TensorDescriptor
     monkeypatch.setattr(launch, "TensorDescriptor", lambda *args: made.append(args) or original(*args))
-    check(Case(seq_q=40, seq_k=70, causal=causal), TRITON)
+    check(case, TRITON)
     runs = 2 if TRITON.device == "cuda" else 1  # `check` runs a GPU twice
-    assert len(made) == 8 * runs  # K and V forward; Q, dO and two statistics for dK, dV; K and V for dQ
+    assert len(made) == descriptors * runs  # K and V forward; Q, dO and two statistics for dK, dV; K and V for dQ
 
 
 @pytest.mark.parametrize(("budget", "level"), [(227, 0), (200, 1), (163, 1), (99, 2), (64, 3), (48, 3)])
@@ -46,3 +52,35 @@ def test_a_card_takes_the_largest_class_it_holds(monkeypatch: pytest.MonkeyPatch
             dtype = torch.bfloat16 if size == 2 else torch.float32
             assert tiles.choose(kernel, torch.device("cpu"), dtype, dim, False) == row[level]
             assert tiles.choose(kernel, torch.device("cpu"), dtype, dim, True) == row[min(level + 1, 3)]
+
+
+def test_calls_with_descriptors_have_rows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for kernel, rows in tiles.DESCRIBED.items():
+        for key, tile in rows.items():
+            usual = tiles.TABLE[kernel][key]
+            assert tile not in usual, "a row that changes nothing"
+            assert tiles.pick(kernel, 227 * tiles.KIB, *key, extra=False, described=True) == tile
+            assert tiles.pick(kernel, 227 * tiles.KIB, *key, extra=False, described=False) == usual[0]
+            assert tiles.pick(kernel, 227 * tiles.KIB, *key, extra=True, described=True) == usual[1]
+            assert tiles.pick(kernel, 99 * tiles.KIB, *key, extra=False, described=True) == usual[2]  # a Blackwell of 99 KiB
+
+
+@pytest.mark.parametrize(("spoil", "described"), [
+    ("nothing", True), ("float32", False), ("a stride of 0", False), ("an odd address", False), ("odd rows", True), ("Ampere", False)])
+def test_a_call_counts_as_described_when_all_it_reads_is(monkeypatch: pytest.MonkeyPatch, spoil: str, described: bool) -> None:
+    asked = []
+    monkeypatch.setattr(tiles, "choose", lambda *args: asked.append(args[-1]) or tiles.Tile(16, 32, 4, 2))
+    monkeypatch.setattr(tiles, "capability", lambda _: (8, 0) if spoil == "Ampere" else (9, 0))
+    monkeypatch.setattr(launch, "TMA_PAIRS", 0)
+    monkeypatch.setattr(launch, "launch", lambda *_: None)
+    rows = 63 if spoil == "odd rows" else 64
+    q, k, v, dout = (torch.zeros(2, 2, rows, 64, dtype=torch.float32 if spoil == "float32" else torch.bfloat16) for _ in range(4))
+    if spoil == "a stride of 0":
+        k, dout = k[:1].expand_as(k), dout[:1].expand_as(dout)
+    if spoil == "an odd address":
+        k, dout = (torch.zeros(2 * 2 * 64 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 2, 64, 64) for _ in range(2))
+    spec = Spec(0, -1, -1, 0.125, 0.0, 0.0, rows, rows, True, False)
+    forward.forward(q, k, v, *[None] * 7, spec)
+    backward.backward(dout, None, q, k, v, q, torch.zeros(2, 2, rows), *[None] * 7, spec, (True, True, True, False, False))
+    assert asked == [described, described and spoil != "odd rows", described]  # forward; dK and dV, which read the statistics too; dQ

@@ -92,7 +92,11 @@ def why_not(backend: str, problem: AttentionProblem) -> str | None:
 def choose(problem: AttentionProblem, backend: str = "auto") -> str:
     """The backend that runs `problem`: the named one, or the first that can. Raises `InputError` when the named one cannot."""
     if backend == "auto":
-        return next(name for name in CAPABILITIES if problem.device not in CAPABILITIES[name].only_named and why_not(name, problem) is None)
+        able = (name for name in CAPABILITIES if problem.device not in CAPABILITIES[name].only_named and why_not(name, problem) is None)
+        chosen = next(able, None)
+        if chosen is None:  # the reference runs all that the contract lets through
+            raise InputError(f"dtype: got {problem.dtype}, accepted: {', '.join(DTYPES)}")
+        return chosen
     reason = why_not(backend, problem)
     if reason is not None:
         raise InputError(f"backend: got {backend!r}, which cannot run this call: {reason}")

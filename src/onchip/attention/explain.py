@@ -2,13 +2,15 @@
 from dataclasses import dataclass
 
 from onchip.attention.dispatch import CAPABILITIES, choose, why_not
+from onchip.attention.hopper import tiles as hopper
 from onchip.attention.problem import FEATURES, AttentionProblem
 from onchip.errors import InputError
 from onchip.roofline.attention import Formats, fa2
+from onchip.roofline.dtypes import BYTES
 from onchip.roofline.hardware import GPU
 from onchip.roofline.roofs import Prediction, predict, tile_on
 
-_BR, _BC = 128, 64  # tile of the schedule the prediction is made for
+_TILE = (128, 64)  # what the prediction is made for where the backend has no tiles of its own: a usual one of FlashAttention-2
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,8 @@ class Explanation:
     backend: str | None  # what runs; None when the named backend cannot
     reasons: dict[str, str]  # backend → why it does not run
     gpu: GPU | None
-    prediction: Prediction | None  # of a FlashAttention-2 forward on `gpu`; None where it is not known
+    tile: tuple[int, int] | None  # query rows × keys that the backend's forward meets at a time on `gpu`; None without a prediction
+    prediction: Prediction | None  # of a FlashAttention-2 forward with this tile on `gpu`; None where it is not known
 
     def __str__(self) -> str:
         p = self.problem
@@ -27,11 +30,11 @@ class Explanation:
         asked = ", ".join(FEATURES[name] for name in p.features) or "nothing beyond plain attention"
         lines = [f"attention: {sizes}, {p.dtype} on {p.device}, {p.layout}", f"asks for: {asked}", f"runs on:  {self.backend or 'nothing'}"]
         lines += [f"  not {name}: {reason}" for name, reason in self.reasons.items()]
-        if self.gpu is not None and self.prediction is not None:
+        if self.gpu is not None and self.tile is not None and self.prediction is not None:
             kernel = self.prediction.slowest
             after = f", next {kernel.next[0]} at {kernel.next[1]:.0%} of it" if kernel.next else ""
             lines.append(f"forward on {self.gpu.title}: no faster than {_time(self.prediction.time)}, bound by {kernel.binding}{after} "
-                         f"(roofs, tiles of {_BR}×{_BC})")
+                         f"(roofs, tiles of {self.tile[0]}×{self.tile[1]})")
         return "\n".join(lines)
 
 
@@ -50,17 +53,38 @@ def explain_problem(problem: AttentionProblem, backend: str = "auto", gpu: GPU |
         if name != chosen and name not in reasons:
             on_request = backend != "auto" or problem.device in able.only_named
             reasons[name] = "it could, when named" if on_request else f"{chosen} comes first"
-    return Explanation(problem, chosen, {name: reasons[name] for name in CAPABILITIES if name in reasons}, gpu, _predict(problem, gpu))
+    others = {name: reasons[name] for name in CAPABILITIES if name in reasons}
+    return Explanation(problem, chosen, others, gpu, *_predict(problem, chosen, gpu))
 
 
-def _predict(problem: AttentionProblem, gpu: GPU | None) -> Prediction | None:
+def forward_tile(problem: AttentionProblem, backend: str | None, gpu: GPU) -> tuple[int, int]:
+    """(query rows, keys) of the tile with which `backend` would run the forward on `gpu`."""
+    if backend == "hopper":
+        wide = hopper.forward(problem.head_dim, problem.head_dim_v)
+        return wide.rows, wide.keys
+    if backend == "triton":
+        from onchip.attention.triton import launch, tiles  # Triton is imported where it can run
+
+        unit = 16 // BYTES[problem.dtype]  # a descriptor's strides are multiples of 16 bytes
+        described = problem.head_dim % unit == problem.head_dim_v % unit == 0 and launch.accelerates(
+            gpu.capability or (0, 0), BYTES[problem.dtype], problem.batch * problem.heads * problem.seq_q * problem.seq_k)
+        extra = problem.bias or problem.mask or problem.alibi or problem.softcap is not None or problem.dropout_p > 0
+        tile = tiles.pick("forward", gpu.smem_per_block, BYTES[problem.dtype], launch.block(max(problem.head_dim, problem.head_dim_v)),
+                          extra, described)
+        return tile.bm, tile.bn
+    return _TILE
+
+
+def _predict(problem: AttentionProblem, backend: str | None, gpu: GPU | None) -> tuple[tuple[int, int] | None, Prediction | None]:
+    """(tile, prediction)."""
     if gpu is None or min(problem.batch, problem.heads, problem.seq_q, problem.seq_k, problem.head_dim, problem.head_dim_v) == 0:
-        return None
+        return None, None
     dtype = "tf32" if problem.tf32 else problem.dtype
+    tile = forward_tile(problem, backend, gpu)
     try:
-        return predict(fa2(problem.shape, tile_on(gpu, _BR, _BC), Formats(problem.dtype, problem.dtype)), gpu, dtype)
+        return tile, predict(fa2(problem.shape, tile_on(gpu, *tile), Formats(problem.dtype, problem.dtype)), gpu, dtype)
     except InputError:  # the card has no peak for this dtype
-        return None
+        return None, None
 
 
 def _time(seconds: float) -> str:

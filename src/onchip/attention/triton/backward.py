@@ -217,13 +217,13 @@ def backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
     tile_count = -(-call.numbers["len_q"] // tile.bm)
     call(rows_kernel, tile, tile_count * math.prod(lse.shape[:-1]), tile_count=tile_count, lse=lse, dlse=dlse, lse2=lse2, delta=delta)
     if need_k or need_v:
-        tile = call.tile("keys")
+        tile = call.tile("keys", call.describable("q", "do") and call.describable_rows)
         tile_count = -(-spec.max_seqlen_k // tile.bn)
         call(keys_kernel, tile, tile_count * call.kv_heads * call.sequences, tile_count=tile_count, lse2=lse2, delta=delta,
              q_tma=call.tma("q", tile.bm), do_tma=call.tma("do", tile.bm),
              lse2_tma=call.tma_rows(lse2, tile.bm), delta_tma=call.tma_rows(delta, tile.bm))
     if need_q:
-        tile = call.tile("queries")
+        tile = call.tile("queries", call.describable("k", "v"))
         tile_count = -(-spec.max_seqlen_q // tile.bm)
         call(queries_kernel, tile, tile_count * call.heads * call.sequences, tile_count=tile_count, lse2=lse2, delta=delta,
              k_tma=call.tma("k", tile.bn), v_tma=call.tma("v", tile.bn))

@@ -54,7 +54,9 @@ def forward_kernel(
     key = None if seed is None else tl.load(seed)
     factor = scale * LOG2E if FOLD else 1.0
 
-    m = tl.full([BM], float("-inf"), tl.float32)  # row maximum of x
+    # Row maximum of x · factor, carried as it was rounded. Were it multiplied anew, the FMA of m · factor − shift would not round, and
+    # alpha would miss 1 by some 2⁻²³ in every block, all one way: in fp32 five times the error of the rest after 64 blocks.
+    m = tl.full([BM], float("-inf"), tl.float32)
     norm = tl.zeros([BM], tl.float32)  # Σ p, which dropout does not touch
     acc = zeros(BM, BDV, v.dtype.element_ty, WGMMA)
     WHOLE: tl.constexpr = 1 if mask is None else -1  # the phase that needs no masking
@@ -75,10 +77,10 @@ def forward_kernel(
                               bias, (bias_b, bias_h, bias_i, bias_j), b, h, FOLD)
                 if phase != WHOLE:
                     x = tl.where(seen, x, float("-inf"))
-                m_new = tl.maximum(m, tl.max(x, 1))
-                shift = tl.where(m_new == float("-inf"), 0.0, m_new * factor)  # nothing seen yet: no −∞ − (−∞)
+                m_new = tl.maximum(m, tl.max(x, 1) * factor)
+                shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet: no −∞ − (−∞)
                 p = tl.exp2(x * factor - shift[:, None])
-                alpha = tl.exp2(m * factor - shift)
+                alpha = tl.exp2(m - shift)
                 norm = norm * alpha + tl.sum(p, 1)
                 m = m_new
                 if seed is not None:
@@ -86,21 +88,20 @@ def forward_kernel(
                 v_tile = load_tile(v, (v_b, v_h, v_s), v_tma, b, h // group, k_begin + j0, near, BN, BDV, DV, UNIT, phase != WHOLE)
                 acc = dot(cast(p, v_tile.dtype), v_tile, acc * alpha[:, None], PRECISION)
 
-    x_max = m * factor
     if sinks is not None:  # one more key, with this logit and value 0
         sink = tl.load(sinks + h).to(tl.float32) * LOG2E
-        top = tl.maximum(x_max, sink)
+        top = tl.maximum(m, sink)
         shift = tl.where(top == float("-inf"), 0.0, top)
-        alpha = tl.exp2(x_max - shift)
+        alpha = tl.exp2(m - shift)
         norm = norm * alpha + tl.exp2(sink - shift)
         acc *= alpha[:, None]
-        x_max = top
+        m = top
     empty = norm == 0.0  # not "norm > 0": a NaN must reach the output
     norm = tl.where(empty, 1.0, norm)
     inverse = 1.0 / norm
     if seed is not None:
         inverse *= keep_scale
-    lse_i = tl.where(empty, float("-inf"), (x_max + tl.log2(norm)) * LN2)
+    lse_i = tl.where(empty, float("-inf"), (m + tl.log2(norm)) * LN2)
     tl.store(lse + statistics(cu_q, b, h, heads, len_q, q_begin) + i, lse_i, mask=i < rows)
     store_tile(o, (o_b, o_h, o_s), b, h, q_begin + i0, acc * inverse[:, None], i < rows, BM, BDV, DV, UNIT)
 
@@ -115,7 +116,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor |
     """
     out, lse = launch.outputs(q, v.shape[-1], cu_seqlens_q is not None)
     call = launch.Call(memo, q, k, v, bias, mask, alibi_slopes, cu_seqlens_q, cu_seqlens_k, dropout_seed, spec, o=out)
-    tile = call.tile("forward")
+    tile = call.tile("forward", call.describable("k", "v"))
     tile_count = -(-spec.max_seqlen_q // tile.bm)
     call(forward_kernel, tile, tile_count * call.heads * call.sequences, tile_count=tile_count, lse=lse, sinks=sinks,
          k_tma=call.tma("k", tile.bn), v_tma=call.tma("v", tile.bn))

@@ -44,9 +44,8 @@ class Layout:
         if any(stride % unit for steps in self.steps.values() for stride in steps):
             unit = 1
         capability = tiles.capability(self.device)
-        # encoding a descriptor costs the host about 10 µs: only where the kernels run for some 100 µs
-        self.accelerated = unit > 1 and capability >= (9, 0) and (
-            self.sequences * self.heads * spec.max_seqlen_q * spec.max_seqlen_k >= TMA_PAIRS)
+        self.accelerated = unit > 1 and accelerates(
+            capability, q.element_size(), self.sequences * self.heads * spec.max_seqlen_q * spec.max_seqlen_k)
         d, dv = q.shape[-1], v.shape[-1]
         self.numbers: dict[str, Any] = {
             "len_q": q.shape[0 if packed else 2], "len_k": k.shape[0 if packed else 2],
@@ -61,7 +60,7 @@ class Layout:
         for name, t in (("bias", bias), ("mask", mask)):
             for axis, stride in zip("bhij", (0, 0, 0, 0) if t is None else t.stride(), strict=True):
                 self.numbers[f"{name}_{axis}"] = stride
-        self.tiles: dict[str, Tile] = {}
+        self.tiles: dict[tuple[str, bool], Tile] = {}  # (kernel, by descriptors) → tile
         self.again: dict[str, tuple[Launcher, list[Any], list[tuple[int, str]]]] = {}  # kernels launched before, see `Call.__call__`
 
 
@@ -82,14 +81,14 @@ class Call:
         self.tensors = {"q": q, "k": k, "v": v, **others, "bias": bias, "mask": mask, "slopes": slopes, "cu_q": cu_q, "cu_k": cu_k,
                         "seed": seed}
 
-    def tile(self, kernel: str) -> Tile:
-        """The tile `kernel` runs for this call on this card."""
-        tile = self.layout.tiles.get(kernel)
+    def tile(self, kernel: str, described: bool = False) -> Tile:
+        """The tile `kernel` runs for this call on this card. `described`: all it reads in whole blocks has descriptors."""
+        tile = self.layout.tiles.get((kernel, described))
         if tile is None:
             args = self.tensors | self.numbers
             extra = any(args[name] is not None for name in ("bias", "mask", "seed", "softcap", "slopes"))
-            tile = tiles.choose(kernel, self.device, args["q"].dtype, max(args["BD"], args["BDV"]), extra)
-            self.layout.tiles[kernel] = tile
+            tile = tiles.choose(kernel, self.device, args["q"].dtype, max(args["BD"], args["BDV"]), extra, described)
+            self.layout.tiles[kernel, described] = tile
         return tile
 
     def __call__(self, kernel: Any, tile: Tile, programs: int, **more: Any) -> None:
@@ -113,25 +112,47 @@ class Call:
             values = [None if isinstance(args[name], Tensor) else args[name] for name in kernel.arg_names]
             self.layout.again[kernel.__name__] = Launcher(compiled), values, holes
 
+    def describable(self, *names: str) -> bool:
+        """Can these tensors have descriptors? Not in a small call or on an older card, nor with odd alignment or a stride of 0."""
+        return self.layout.accelerated and not any(
+            self.tensors[name].data_ptr() % 16 or any(n > 1 and not step for n, step in zip(
+                self._shape(name), self.layout.steps[name], strict=False)) for name in names)
+
     def tma(self, name: str, rows: int) -> TensorDescriptor | None:
-        """Descriptor for tiles of `rows` rows of tensor `name`; None: a small call, an older card, odd alignment, a stride of 0."""
-        if not self.layout.accelerated:
+        """Descriptor for tiles of `rows` rows of tensor `name`; None where it cannot have one."""
+        if not self.describable(name):
             return None
-        t, steps = self.tensors[name], self.layout.steps[name]
-        shape = t.shape if t.dim() == 4 else (1, t.shape[1], t.shape[0], t.shape[2])
-        if t.data_ptr() % 16 or any(n > 1 and not step for n, step in zip(shape, steps, strict=False)):
-            return None
-        strides = [step or 16 // t.element_size() for step in steps]  # an axis of size 1 takes any legal stride
-        return TensorDescriptor(t, list(shape), [*strides, 1], [1, 1, rows, block(t.shape[-1])])
+        t = self.tensors[name]
+        strides = [step or 16 // t.element_size() for step in self.layout.steps[name]]  # an axis of size 1 takes any legal stride
+        return TensorDescriptor(t, list(self._shape(name)), [*strides, 1], [1, 1, rows, block(t.shape[-1])])
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        shape = self.tensors[name].shape
+        return shape if len(shape) == 4 else (1, shape[1], shape[0], shape[2])
+
+    @property
+    def describable_rows(self) -> bool:
+        """Can row statistics have descriptors? Not where a head's rows may start off a multiple of 16 bytes: there a card of today meets an
+        illegal instruction."""
+        return self.layout.accelerated and self.tensors["cu_q"] is None and self.numbers["len_q"] % 4 == 0
 
     def tma_rows(self, statistic: Tensor, rows: int) -> TensorDescriptor | None:
-        """The same for `rows` values of a row statistic."""
-        return TensorDescriptor(statistic, [statistic.numel()], [1], [rows]) if self.layout.accelerated else None
+        """Descriptor for `rows` values of a row statistic; None where it cannot have one."""
+        return TensorDescriptor(statistic, [statistic.numel()], [1], [rows]) if self.describable_rows else None
 
 
 def launch(kernel: Any, programs: int, args: list[Any], tile: Tile) -> Any:
     """The one place where kernels compile. FP fusion is asked for by name: the softmax counts on x · factor − m being one FMA."""
     return kernel[(programs,)](*args, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True)
+
+
+def accelerates(capability: tuple[int, int], size: int, pairs: int) -> bool:
+    """Do the kernels of a call of so many (row, key) pairs, elements of `size` bytes, read through descriptors where alignment lets them?
+
+    Encoding one costs the host about 10 µs: only where the kernels run for some 100 µs. fp32 tiles are taken apart in registers, so they
+    gain nothing: the forward runs at the same speed, dQ a tenth slower.
+    """
+    return capability >= (9, 0) and size == 2 and pairs >= TMA_PAIRS
 
 
 @lru_cache(maxsize=4096)

@@ -1,9 +1,9 @@
 """Which tile each kernel runs: a table, and the choice by head dim, dtype and the card's shared memory.
 
 The table is data: for each kernel, element size and head-dim block one tile a class of card. A class is named by the shared memory a block
-may have; a card takes the largest class it holds. The largest class's tiles up to head dim 128 are the fastest of a sweep on an H200
-(`benchmarks/attention_triton.py --sweep`; figures in docs/notes/triton-attention.md), the others were chosen from the compiler's report:
-shared memory, no spills in the unmasked loop. `tests/attention/test_triton_compile.py` compiles rows for their class.
+may have; a card takes the largest class it holds. The largest class's tiles up to head dim 128, and those of `DESCRIBED`, are the fastest
+of sweeps on an H200 (`benchmarks/attention_triton.py --sweep`; figures in docs/notes/triton-attention.md), the others were chosen from the
+compiler's report: shared memory, no spills in the unmasked loop. `tests/attention/test_triton_compile.py` compiles rows for their class.
 """
 from functools import lru_cache
 from typing import NamedTuple
@@ -41,8 +41,8 @@ TABLE: dict[str, dict[tuple[int, int], tuple[Tile, Tile, Tile, Tile]]] = {
         (2, 128): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 1)),
         (2, 256): (Tile(128, 32, 8, 2), Tile(64, 64, 8, 2), Tile(32, 32, 4, 2), Tile(16, 32, 4, 1)),
         (2, 512): (Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
-        (4, 64): (Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 1)),
-        (4, 128): (Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 1), Tile(16, 16, 4, 1)),
+        (4, 64): (Tile(128, 64, 8, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 1)),
+        (4, 128): (Tile(128, 32, 8, 1), Tile(32, 32, 8, 2), Tile(32, 32, 8, 1), Tile(16, 16, 4, 1)),
         (4, 256): (Tile(16, 32, 8, 2), Tile(16, 32, 8, 2), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
         (4, 512): (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(8, 16, 4, 1), Tile(8, 16, 4, 1)),
     },
@@ -51,8 +51,8 @@ TABLE: dict[str, dict[tuple[int, int], tuple[Tile, Tile, Tile, Tile]]] = {
         (2, 128): (Tile(64, 128, 8, 3), Tile(32, 128, 8, 2), Tile(32, 64, 4, 2), Tile(32, 64, 4, 1)),
         (2, 256): (Tile(32, 64, 8, 2), Tile(32, 64, 8, 2), Tile(16, 64, 8, 2), Tile(16, 32, 4, 1)),
         (2, 512): (Tile(16, 32, 8, 2), Tile(16, 32, 8, 2), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
-        (4, 64): (Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 1)),
-        (4, 128): (Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 1), Tile(16, 16, 4, 1)),
+        (4, 64): (Tile(32, 128, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 1)),
+        (4, 128): (Tile(32, 128, 8, 1), Tile(32, 32, 8, 2), Tile(32, 32, 8, 1), Tile(16, 16, 4, 1)),
         (4, 256): (Tile(16, 32, 8, 2), Tile(16, 32, 8, 2), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
         (4, 512): (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 8, 4, 1), Tile(16, 8, 4, 1)),
     },
@@ -68,12 +68,29 @@ TABLE: dict[str, dict[tuple[int, int], tuple[Tile, Tile, Tile, Tile]]] = {
     },
 }
 
+# The same for calls of the largest class whose whole blocks come through tensor descriptors, where another tile is faster. Without the
+# addresses of 16-byte pieces (32 to 64 registers a thread) these keep their loop in registers; by pointers they spill there.
+DESCRIBED: dict[str, dict[tuple[int, int], Tile]] = {
+    "forward": {(2, 128): Tile(128, 64, 4, 2)},
+    "keys": {(2, 64): Tile(128, 64, 4, 2), (2, 128): Tile(64, 64, 4, 2), (2, 256): Tile(64, 64, 8, 2)},
+}
 
-def choose(kernel: str, device: torch.device, dtype: torch.dtype, dim: int, extra: bool) -> Tile:
-    """The tile of a kernel for head-dim block `dim`. `extra`: what a call does pair by pair (bias, mask, dropout, softcap, ALiBi) takes
-    registers and room of its own, so it runs the tile of the next smaller class of card."""
-    level = min(sum(budget > shared_memory(device) for budget in BUDGETS) + extra, len(BUDGETS) - 1)
-    return TABLE[kernel][dtype.itemsize, max(dim, 64)][level]
+
+def pick(kernel: str, shared: int, size: int, dim: int, extra: bool, described: bool) -> Tile:
+    """The tile of a kernel for head-dim block `dim` and elements of `size` bytes where a block may have `shared` bytes of shared memory.
+
+    `extra`: what a call does pair by pair (bias, mask, dropout, softcap, ALiBi) takes registers and room of its own, so it runs the tile of
+    the next smaller class of card. `described`: its operands have tensor descriptors.
+    """
+    level = min(sum(budget > shared for budget in BUDGETS) + extra, len(BUDGETS) - 1)
+    key = size, max(dim, 64)
+    tile = TABLE[kernel][key][level]
+    return DESCRIBED.get(kernel, {}).get(key, tile) if described and level == 0 else tile
+
+
+def choose(kernel: str, device: torch.device, dtype: torch.dtype, dim: int, extra: bool, described: bool = False) -> Tile:
+    """`pick` for a call on `device`."""
+    return pick(kernel, shared_memory(device), dtype.itemsize, dim, extra, described)
 
 
 def rows(dim: int) -> Tile:
