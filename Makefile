@@ -4,12 +4,13 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help ladder test lint types unit test-gpu clean
+.PHONY: help ladder test lint types unit test-gpu test-gpu-big test-gpu-rest sanitize clean
 
 help:
 	@echo "make ladder    set up and climb the ladder on a real model's q, k, v"
 	@echo "make test      set up and run lint, types and the whole suite"
 	@echo "make test-gpu  the operators' suite on this machine's GPU"
+	@echo "make sanitize  its kernels under compute-sanitizer"
 	@echo "make clean     remove $(VENV) and caches"
 
 $(VENV)/.base: pyproject.toml constraints.txt
@@ -36,8 +37,19 @@ types: $(VENV)/.dev
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest --numprocesses auto
 
+# The tests that fill the card's memory run by themselves, beside the others. Compiling for cards that are not there is CI's part.
 test-gpu: $(VENV)/.dev
-	$(BIN)/python -m pytest --numprocesses auto tests/attention tests/softmax tests/gpu
+	$(MAKE) --jobs 2 --output-sync --keep-going test-gpu-big test-gpu-rest
+
+test-gpu-big: $(VENV)/.dev
+	$(BIN)/python -m pytest -m big tests/gpu
+
+test-gpu-rest: $(VENV)/.dev
+	$(BIN)/python -m pytest --numprocesses auto -m "not big" --deselect tests/attention/test_hopper_compile.py \
+	    --deselect tests/attention/test_triton_compile.py tests/gpu tests/attention tests/softmax
+
+sanitize: $(VENV)/.dev
+	$(BIN)/python benchmarks/sanitize.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -40,6 +40,12 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _seed() -> None:
+    """What a test draws without a generator is the same in every run, so that what passed once passes again."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def _no_routes() -> None:
     """What earlier tests' calls settled (some under patched limits) is forgotten."""
     ops._ROUTES.clear()

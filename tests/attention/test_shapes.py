@@ -144,3 +144,8 @@ def test_one_query_that_sees_all_keys_is_no_causal_problem() -> None:
     assert describe(check_dense(q, k, k, causal=True, **nothing)).causal is None
     assert describe(check_dense(q, k, k, causal="top-left", **nothing)).causal == "top-left"
     check(Case(seq_q=1, seq_k=9, causal=True), Target("auto", "cpu"))
+
+
+def test_fp32_does_not_drift_over_many_blocks_of_keys(target: Target) -> None:
+    """A rescaling that misses 1 by a rounding is the same in every block: over 64 blocks it was five times the error of an eager run."""
+    check(Case(heads=1, kv_heads=1, seq_q=16, seq_k=4096, dim=64, dim_v=64), target)

@@ -238,7 +238,7 @@ def compare(case: Case, inputs: Inputs, got: Results, want: Results, eager: Resu
     """Every result within 2 × the eager run's error, the rounding of its own format, and what a backward inherits from saved roundings."""
     inherited = _inherited(case, inputs, want)
     for name, right in want.items():
-        ours, near = got[name].detach().cpu().double(), eager[name].double()
+        ours, near = got[name].detach().to(right.device, torch.float64), eager[name].double()
         assert ours.shape == right.shape, f"{name}: shape {tuple(ours.shape)}, right is {tuple(right.shape)}"
         finite = right.isfinite()
         assert torch.equal(ours.nan_to_num(nan=1e300)[~finite], right.nan_to_num(nan=1e300)[~finite]), f"{name}: NaN or ±∞ in other places"
@@ -264,10 +264,10 @@ def _inherited(case: Case, inputs: Inputs, want: Results) -> Callable[[str, floa
     score = scale * largest["q"] * largest["k"]
     if inputs.bias is not None and inputs.bias.numel():
         score += inputs.bias.detach().double().masked_fill(inputs.bias == -torch.inf, 0).abs().max().item()
-    rowsum = (inputs.dout.cpu().double() * want["out"]).abs().nan_to_num(0).sum(-1)
+    rowsum = (inputs.dout.to(want["out"]) * want["out"]).abs().nan_to_num(0).sum(-1)
     per_score = eps * rowsum.max().item() if rowsum.numel() else 0.0
-    factor = {"dq": scale * largest["k"], "dk": scale * largest["q"], "dbias": 1.0, "dsinks": 1.0}
-    return lambda name, biggest: 4 * eps_lse * (score + 4) * (biggest + 1) + factor.get(name, 0.0) * per_score
+    factor = {"dq": scale * largest["k"], "dk": scale * largest["q"], "dv": 0.0, "dbias": 1.0, "dsinks": 1.0}
+    return lambda name, biggest: 4 * eps_lse * (score + 4) * (biggest + 1) + factor[name] * per_score if name in factor else 0.0
 
 
 def _worst(a: Tensor, b: Tensor) -> float:
