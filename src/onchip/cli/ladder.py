@@ -1,7 +1,7 @@
 """``onchip ladder``: every rung from naive attention up, predicted for a GPU, executed and counted here, timed on this machine."""
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
@@ -17,10 +17,13 @@ from onchip.ladder.measure import RUNGS as MEASURED
 from onchip.ladder.measure import Report, measure_rungs
 from onchip.ladder.rungs import Ladder
 from onchip.roofline.attention import Formats, Tile
-from onchip.roofline.hardware import GPU, parse_gpu
+from onchip.roofline.hardware import GPU, find_gpu, parse_gpu
 from onchip.roofline.shape import AttentionShape
 from onchip.simulate.formats import Array, Precision
 from onchip.simulate.problem import Problem
+
+if TYPE_CHECKING:
+    from onchip.ladder.counted import Counted
 
 
 def register(app: typer.Typer) -> None:
@@ -43,6 +46,9 @@ def ladder(
     backward: Annotated[bool, typer.Option("--backward", help="Climb the backward's rungs instead.")] = False,
     measure: Annotated[bool, typer.Option("--measure/--no-measure", help="Time the rungs on this machine, where torch is installed."
                                           )] = True,
+    counters: Annotated[bool, typer.Option("--counters", help=(
+        "On a GPU: run its rungs under Nsight Compute as well and put counted bytes beside predicted ones."))] = False,
+    ncu: Annotated[Path | None, typer.Option("--ncu", metavar="FILE", help="Nsight Compute's program.", show_default="found")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the random numbers.")] = 0,
     as_json: JsonOption = False, plot: PlotOption = None,
 ) -> None:
@@ -53,8 +59,9 @@ def ladder(
     through to DRAM, the roof that binds and the predicted time. Large problems execute a sample of query tiles and say so; counts stay
     exact.
 
-    Where torch is installed the same ideas (naive, tiled, online) are then timed on **this** machine, beside what it could do at best:
-    its own copy bandwidth and matmul rate, measured first.
+    Where torch is installed the same ideas are then timed on **this** machine, beside what it could do at best: its own copy bandwidth and
+    matmul rate, measured first. On a CPU they are plain torch (naive, tiled, online); on a GPU every rung is a kernel, from eager torch
+    to the library's own, beside the time its ledger predicts for this very card.
 
     Examples:
 
@@ -62,6 +69,7 @@ def ladder(
     - `onchip ladder --seq 4096 --head-dim 128 --causal --gpu a100-80gb --tile 64x64` is any other problem, on random numbers.
     - `onchip ladder --seq 512 --backward` climbs the backward.
     - `onchip ladder --no-measure --json` prints numbers for a script.
+    - `onchip ladder --seq 8192 --head-dim 128 --counters` on a GPU counts what each kernel moved.
     """
     card, causality = parse_gpu(gpu), "bottom-right" if causal else None
     sizes = {"--seq": seq, "--head-dim": head_dim, "--heads": heads, "--kv-heads": kv_heads, "--batch": batch}
@@ -73,13 +81,17 @@ def ladder(
     with working("executing", len(top.rungs(backward=backward))) as step:
         steps = list(climb(top, problem, backward=backward, on_rung=lambda rung: step(rung.title)))
     timed = time_here(data, causality) if measure and not backward else None
+    counted = count_here(top, ncu) if counters else None
     if as_json:
         print_json({**problem_report(top), "inputs": data.source, "rungs": [step_report(s) for s in steps],
-                    "this_machine": asdict(timed) if isinstance(timed, Report) else None})
+                    "this_machine": asdict(timed) if isinstance(timed, Report) else None,
+                    "counted": None if counted is None else [asdict(c) for c in counted]})
     else:
         show(top, data, steps)
         if timed is not None:
             show_timed(timed)
+        if counted is not None:
+            show_counted(counted)
     if plot:
         save_plot(plot, lambda figure: draw(figure, top, [(s.rung, s.pipeline, s.prediction) for s in steps]))
 
@@ -160,19 +172,49 @@ def time_here(data: Inputs, causal: str | None) -> Report | str:
             return str(error)
 
 
+def count_here(top: Ladder, ncu: Path | None) -> "list[Counted]":
+    """The GPU's rungs under Nsight Compute, against the card they run on."""
+    torch = load_torch("counting what kernels move")
+    require(torch.cuda.is_available(), "--counters", "a machine without an NVIDIA GPU", "a GPU, whose counters Nsight Compute reads")
+    from onchip.bench.counters import find_ncu
+    from onchip.ladder.counted import count_rungs
+    from onchip.ladder.gpu import GPU_RUNGS, needed_bytes, problem_of
+
+    problem, free = problem_of(top.shape, top.formats.inputs), torch.cuda.mem_get_info()[0]
+    keys = [rung.key for rung in GPU_RUNGS if rung.refusal(problem) is None and needed_bytes(rung, problem) < free]
+    with working("counting", 1) as step:
+        step("Nsight Compute")
+        return count_rungs(top.shape, top.formats.inputs, keys, find_gpu(torch.cuda.get_device_name()), find_ncu(ncu))
+
+
+def show_counted(counted: "list[Counted]") -> None:
+    """Counted beside predicted."""
+    table = make_table("counted by Nsight Compute, caches cold", ("rung",), "rung", "DRAM", "predicted", "ratio", "L2 ↔ SMs", "issued",
+                       "ratio", "tensor pipe", "occupancy", "registers", "conflicts")
+    for c in counted:
+        table.add_row(c.title, human_bytes(c.dram_bytes), human_bytes(c.dram_predicted), f"{c.dram_ratio:.2f}", human_bytes(c.sm_bytes),
+                      human_bytes(c.issued), f"{c.issued_ratio:.2f}", f"{c.tensor_pipe:.0f} %", f"{c.occupancy:.0f} %", str(c.registers),
+                      f"{c.conflicts:.3g}")
+    console.print(table)
+
+
 def show_timed(timed: Report | str) -> None:
     """What this machine made of the same ideas."""
     if isinstance(timed, str):
         console.print(timed, markup=False)  # it has brackets of its own
         return
-    table = make_table(f"the same ideas in plain torch, timed on this machine in {timed.dtype}", ("rung",),
-                       "rung", "time", "GFLOP/s", "of matmul", "of copy", "peak memory", "error")
+    on_gpu = any(m.predicted is not None for m in timed.measurements)
+    what = "the kernels, timed on this GPU" if on_gpu else "the same ideas in plain torch, timed on this machine"
+    table = make_table(f"{what} in {timed.dtype}", ("rung", "roof"), "rung", "time", *("predicted", "roof", "speed-up") * on_gpu, "GFLOP/s",
+                       "of matmul", "of copy", "peak memory", "error")
+    first = timed.measurements[0].seconds if timed.measurements else 0.0
     for m in timed.measurements:
-        table.add_row(m.title, human_time(m.seconds), f"{m.flops / 1e9:.3g}", f"{m.matmul_share:.0%}", f"{m.copy_share:.0%}",
-                      human_bytes(m.peak_bytes), f"{m.error.rms:.1e}")
+        predicted = ("" if m.predicted is None else human_time(m.predicted), m.roof or "", f"{first / m.seconds:.2f}x")
+        table.add_row(m.title, human_time(m.seconds), *predicted * on_gpu, f"{m.flops / 1e9:.3g}", f"{m.matmul_share:.0%}",
+                      f"{m.copy_share:.0%}", human_bytes(m.peak_bytes), f"{m.error.rms:.1e}")
     console.print(table)
     if any(max(m.matmul_share, m.copy_share) > 1 for m in timed.measurements):
         console.print("A share above 100 %: the machine was busy while its ceilings were measured, or the data stays in its cache.")
     for key, reason in timed.skipped.items():
-        console.print(f"{MEASURED[key]} was not run: {reason}.")
+        console.print(f"{MEASURED.get(key, key)} was not run: {reason}.")
     console.print(f"Measured first, on the {timed.ceilings}. Peak memory: most bytes alive beyond q, k and v.")

@@ -1,9 +1,10 @@
-"""The plain-torch rungs timed on this very machine, beside what it could do at best.
+"""The rungs timed on this very machine, beside what it could do at best.
 
-For each rung of `onchip.ladder.eager`, and torch's own SDPA for orientation: time, FLOP/s, shares of the measured ceilings, peak extra
-memory, and error against float64. torch is imported when something is measured; without it `MissingExtra` says which extra brings it.
+On a CPU those in plain torch (`onchip.ladder.eager`), on a GPU the kernels (`onchip.ladder.gpu`), each beside its prediction; and torch's
+own SDPA for orientation. For each: time, FLOP/s, shares of the measured ceilings, peak extra memory, and error against float64. torch is
+imported when something is measured; without it `MissingExtra` says which extra brings it.
 """
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ import numpy as np
 from onchip.bench.machine import Ceilings, measure_ceilings
 from onchip.bench.timing import median_time
 from onchip.bench.torch_extra import MATMUL_DTYPES, load_torch, parse_device, parse_torch_dtype
+from onchip.errors import InputError
 from onchip.ladder.inputs import Inputs
 from onchip.roofline.attention import Formats, Sizes, useful_flops
 from onchip.roofline.dtypes import BYTES
@@ -23,7 +25,7 @@ from onchip.simulate.reference import Error, distance, reference
 if TYPE_CHECKING:
     import torch
 
-# rung → its title
+# rung → its title, on a CPU
 RUNGS = {"naive": "naive, scale apart", "tiled": "tiled, whole rows", "online": "online, one pass", "sdpa": "torch SDPA"}
 # Scores that are checked against float64, at most: 2²⁴ of them take about a second at d = 64. Rows are sampled beyond.
 CHECKED = 1 << 24
@@ -49,6 +51,20 @@ class Measurement:
     copy_share: float  # of the measured copy bandwidth, q, k, v and out crossing memory once
     peak_bytes: int  # most bytes alive at once beyond q, k and v; out included
     error: Error  # against float64 on the same rounded inputs
+    predicted: float | None = None  # seconds by the roofs, of a rung on a GPU
+    roof: str | None = None  # the one it is predicted to be bound by
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A rung that may be measured."""
+
+    key: str
+    title: str
+    call: "Callable[[], torch.Tensor]"
+    reason: str  # why not; empty: it is
+    predicted: float | None = None
+    roof: str | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +89,6 @@ def measure_rungs(inputs: Inputs, device: "str | torch.device" = "cpu", causal: 
     """
     torch = load_torch("timing the rungs on this machine")
     from onchip.bench.memory import peak_extra_bytes
-    from onchip.ladder import eager
 
     torch_device, shape = parse_device(device), inputs.shape(parse_causal(causal))
     if dtype is None:
@@ -87,29 +102,59 @@ def measure_rungs(inputs: Inputs, device: "str | torch.device" = "cpu", causal: 
     truth, rows = _truth(shape, *(x.cpu().double().numpy() for x in (q, k, v)))
     flops, compulsory = useful_flops(shape), Sizes(shape, Formats(dtype)).forward
     measurements, skipped = [], {}
-    for key, title in RUNGS.items():
-        on_rung(title)
-        if reason := _too_much(key, shape, dtype, flops / ceilings.matmul, budget):
-            skipped[key] = reason
+    for rung in (_on_gpu if torch_device.type == "cuda" else _on_cpu)(q, k, v, shape, dtype, ceilings, budget):
+        on_rung(rung.title)
+        if rung.reason:
+            skipped[rung.key] = rung.reason
             continue
-        call = partial(getattr(eager, key), q, k, v, shape.causal)
-        peak, out = peak_extra_bytes(call, torch_device)
+        peak, out = peak_extra_bytes(rung.call, torch_device)
         error = distance(out.cpu().double().numpy().reshape(truth.shape), truth)
         del out
-        seconds = median_time(call, torch_device)
-        measurements.append(Measurement(key, title, seconds, flops / seconds, flops / seconds / ceilings.matmul,
-                                        compulsory / seconds / ceilings.copy, peak, error))
+        seconds = median_time(rung.call, torch_device)
+        measurements.append(Measurement(rung.key, rung.title, seconds, flops / seconds, flops / seconds / ceilings.matmul,
+                                        compulsory / seconds / ceilings.copy, peak, error, rung.predicted, rung.roof))
     return Report(ceilings, shape, dtype, tuple(measurements), skipped, rows)
 
 
-def _too_much(key: str, shape: AttentionShape, dtype: str, least: float, budget: Budget) -> str:
-    """Why rung `key` is not measured; empty when it is. `least`: seconds a call takes if its matmuls run at the measured rate."""
+def _on_cpu(q: "torch.Tensor", k: "torch.Tensor", v: "torch.Tensor", shape: AttentionShape, dtype: str, ceilings: Ceilings,
+            budget: Budget) -> Iterator[Candidate]:
+    from onchip.ladder import eager
+
     scores = 2 * shape.query_heads * shape.seq_q * shape.seq_k * BYTES[dtype]
-    if key == "naive" and scores > budget.memory:
-        return f"S before and after the scale would take {scores / 1e9:.3g} GB, more than the {budget.memory / 1e9:.3g} GB allowed"
-    if least > budget.seconds:
-        return f"a call would take {least:.3g} s at least, more than the {budget.seconds:.3g} s allowed"
-    return ""
+    for key, title in RUNGS.items():
+        reason = _too_long(shape, ceilings, budget)
+        if key == "naive" and scores > budget.memory:
+            reason = f"S before and after the scale would take {scores / 1e9:.3g} GB, more than the {budget.memory / 1e9:.3g} GB allowed"
+        yield Candidate(key, title, partial(getattr(eager, key), q, k, v, shape.causal), reason)
+
+
+def _on_gpu(q: "torch.Tensor", k: "torch.Tensor", v: "torch.Tensor", shape: AttentionShape, dtype: str, ceilings: Ceilings,
+            budget: Budget) -> Iterator[Candidate]:
+    """The kernels, predicted for this card as measured where the roofline knows it."""
+    import torch
+
+    from onchip.ladder import eager, gpu
+
+    problem, free = gpu.problem_of(shape, dtype), torch.cuda.mem_get_info(q.device)[0]
+    try:
+        card = gpu.card(ceilings)
+    except InputError:
+        card = None
+    for rung in gpu.GPU_RUNGS:
+        needed = gpu.needed_bytes(rung, problem)
+        reason = rung.refusal(problem) or _too_long(shape, ceilings, budget)
+        if needed > free:
+            reason = f"S and P would take {needed / 1e9:.3g} GB, more than the {free / 1e9:.3g} GB free: out of memory"
+        prediction = None if card is None or reason else rung.predict(problem, card)
+        yield Candidate(rung.key, rung.title, partial(rung.run, q, k, v, shape.masked), reason,
+                        *((prediction.time, prediction.binding) if prediction else (None, None)))
+    yield Candidate("sdpa", RUNGS["sdpa"], partial(eager.sdpa, q, k, v, shape.causal), _too_long(shape, ceilings, budget))
+
+
+def _too_long(shape: AttentionShape, ceilings: Ceilings, budget: Budget) -> str:
+    """Why a rung is not measured: a call takes too many seconds even if its matmuls run at the measured rate. Empty when it is."""
+    least = useful_flops(shape) / ceilings.matmul
+    return f"a call would take {least:.3g} s at least, more than the {budget.seconds:.3g} s allowed" if least > budget.seconds else ""
 
 
 def _truth(shape: AttentionShape, q: Array, k: Array, v: Array) -> tuple[Array, float]:
