@@ -1,21 +1,26 @@
-"""Forward attention on a GPU against cuDNN and FlashAttention-2 (through torch's SDPA) and FlashAttention-4 where it is installed.
+"""Forward attention on a GPU against cuDNN (through torch's SDPA) and FlashAttention-4 where it is installed.
 
     python benchmarks/attention_forward.py --json out.json            the whole grid
-    python benchmarks/attention_forward.py --only d128 --tokens 32768
+    python benchmarks/attention_forward.py --only d128 s4096
+    python benchmarks/attention_forward.py --tensor-pipe --only b2 s16384 h16 d128 full
 
-Each cell first compares every contender's output with float64 on a few rows, then times them in turn: rounds of several calls between two
-events, contender after contender, the median round of each. So all of them meet the same clocks. FLOPs are 4 · visible pairs · head dim
-(2 · pairs · (d + dv)). `call` is the time of one eager call with the device idle before it, host included.
+Each cell first compares every contender's whole output with float64, then times them in turn: rounds of several calls between two events,
+contender after contender, the median round of each. So all of them meet the same clocks. FLOPs are 4 · visible pairs · head dim
+(2 · pairs · (d + dv)). `call` is the time of one eager call with the device idle before it, host included. Kernels are compiled
+beforehand, by several processes. FlashAttention-2 is left out: in every cell of an earlier grid a peer here was 1.4 to 2.9 times as fast.
 """
 import argparse
 import json
 import math
+import multiprocessing
+import os
 import statistics
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import torch
@@ -24,17 +29,23 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from onchip.attention import attention
 from onchip.attention.contract import Spec
 from onchip.attention.hopper import launch
+from onchip.bench.counters import count, find_ncu
+from onchip.cli.common import whole_file
+from onchip.errors import InputError
 from onchip.roofline.shape import AttentionShape
 
 WIDTH = 2048  # heads · head dim
-ROWS = 16  # rows of a head whose exact result is worked out
+SCORES = 1 << 27  # float64 scores in flight while the truth is worked out: 1 GB
+LONG = 131072
 
 
 @dataclass(frozen=True)
 class Case:
-    """One problem. `lengths` makes it a packed batch, and b, s of no account."""
+    """One problem. `lengths` makes it a packed batch, and b, s of no account. `worst`: scores rise from the last key to the first by more
+    than the anchored softmax can hold, so that every tile with more than its diagonal is computed twice."""
 
     b: int
     s: int
@@ -46,6 +57,7 @@ class Case:
     window: int | None = None
     dtype: str = "bfloat16"
     lengths: tuple[int, ...] = ()
+    worst: bool = False
 
     @property
     def name(self) -> str:
@@ -54,7 +66,7 @@ class Case:
         heads = f"h{self.hq}" if self.hq == self.hkv else f"h{self.hq}/{self.hkv}"
         width = f"d{self.d}" if self.d == self.dv else f"d{self.d}/{self.dv}"
         return " ".join([size, heads, width, "causal" if self.causal else "full"] + [f"window{self.window}"] * bool(self.window)
-                        + ["fp16"] * (self.dtype == "float16"))
+                        + ["fp16"] * (self.dtype == "float16") + ["worst"] * self.worst)
 
     @property
     def flops(self) -> int:
@@ -67,7 +79,7 @@ class Case:
 
 
 def grid(tokens: list[int]) -> list[Case]:
-    """The cells the project answers for."""
+    """The cells the project answers for; then the longest, and what a repeat of every tile costs."""
     cases = []
     for n, d, s, causal in product(tokens, (64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384, 32768), (False, True)):
         if s <= n:
@@ -80,59 +92,81 @@ def grid(tokens: list[int]) -> list[Case]:
         lengths = [round(100 * 80 ** (i / 15)) for i in range(16)]  # 100 … 8000, log-spaced, mean near 2K
         cases.append(Case(0, 0, 16, 16, 128, 128, causal, lengths=tuple(lengths)))
     cases.append(Case(max(1, n // 16384), 16384, 16, 16, 128, 128, True, window=1024))
+    for causal in (False, True):
+        cases += [Case(1, LONG, 8, 8, 128, 128, causal), Case(n // 4096, 4096, 16, 16, 128, 128, causal, worst=True)]
     return cases
 
 
+def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """q, k, v as (B, S, H, D) or packed (total, H, D) in memory, the layout all contenders read without a copy; offsets if packed."""
+    lead = (sum(case.lengths),) if case.lengths else (case.b, case.s)
+    generator = torch.Generator("cuda").manual_seed(case.s + case.d)
+    q, k, v = (torch.randn(*lead, h, d, device="cuda", dtype=getattr(torch, case.dtype), generator=generator)
+               for h, d in ((case.hq, case.d), (case.hkv, case.d), (case.hkv, case.dv)))
+    if case.worst:  # scores fall by one unit of log₂ a key: 128 and more over a block, and a sum may not pass 2^100
+        q = q * 0.1 + 1
+        k = k - torch.arange(case.s, device="cuda")[:, None, None] / (math.log2(math.e) * math.sqrt(case.d))
+        q, k = q.to(v.dtype), k.to(v.dtype)
+    cu = torch.tensor([0, *torch.tensor(case.lengths).cumsum(0)], device="cuda", dtype=torch.int32) if case.lengths else None
+    return q, k, v, cu
+
+
 def contenders(case: Case, q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None) -> dict[str, Callable[[], Tensor]]:
-    """What can run the case. q, k, v are (B, S, H, D) or packed (total, H, D) in memory, the layout all of them read without a copy."""
+    """What can run the case."""
     longest = max(case.lengths, default=case.s)
     spec = Spec(int(case.causal), -1 if case.window is None else case.window, 0 if case.causal else -1, case.d**-0.5, 0.0, 0.0, longest,
                 longest, False, False)
+    qt, kt, vt = (q, k, v) if case.lengths else (x.transpose(1, 2) for x in (q, k, v))
     runs: dict[str, Callable[[], Tensor]] = {}
     if cu is not None:
         runs["onchip"] = lambda: launch.run(q, k, v, None, cu, cu, spec)[0]
     else:
-        qt, kt, vt = (x.transpose(1, 2) for x in (q, k, v))
         runs["onchip"] = lambda: launch.run(qt, kt, vt, None, None, None, spec)[0].transpose(1, 2)
         if case.window is None:
-            def sdpa(backend: SDPBackend) -> Callable[[], Tensor]:
-                def call() -> Tensor:
-                    with sdpa_kernel(backend):
-                        out = scaled_dot_product_attention(qt, kt, vt, is_causal=case.causal, enable_gqa=case.hq != case.hkv)
-                    return out.transpose(1, 2)
-                return call
-            runs |= {"cudnn": sdpa(SDPBackend.CUDNN_ATTENTION), "fa2": sdpa(SDPBackend.FLASH_ATTENTION)}
+            def cudnn() -> Tensor:
+                with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                    out = scaled_dot_product_attention(qt, kt, vt, is_causal=case.causal, enable_gqa=case.hq != case.hkv)
+                return out.transpose(1, 2)
+            runs["cudnn"] = cudnn
     try:
         from flash_attn.cute.interface import flash_attn_func, flash_attn_varlen_func
     except ImportError:
         return runs
     window = (None, None) if case.window is None else (case.window, 0)
     if cu is not None:
-        runs["fa4"] = lambda: flash_attn_varlen_func(
-            q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest, max_seqlen_k=longest, causal=case.causal)[0]
+        runs["fa4"] = lambda: flash_attn_varlen_func(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest, max_seqlen_k=longest,
+                                                     causal=case.causal, disable_scheduler_metadata=True)[0]
     else:
         runs["fa4"] = lambda: flash_attn_func(q, k, v, causal=case.causal, window_size=window)[0]
     return runs
 
 
-def exact_rows(case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[object, ...], Tensor]:
-    """(index of some rows of the output, their exact values): of the first head, or of the longest packed sequence's first head."""
-    if case.lengths:
-        longest = max(range(len(case.lengths)), key=lambda i: case.lengths[i])
-        start, s = sum(case.lengths[:longest]), case.lengths[longest]
-        q, k, v = (x[start : start + s, 0].double() for x in (q, k, v))
-    else:
-        start, s = 0, case.s
-        q, k, v = (x[-1, :, 0].double() for x in (q, k, v))
-    rows = torch.linspace(0, s - 1, ROWS, device=q.device).long()
-    x = q[rows] @ k.T * case.d**-0.5
-    distance = torch.arange(s, device=q.device) - rows[:, None]
-    if case.causal:
-        x.masked_fill_(distance > 0, -math.inf)
-    if case.window is not None:
-        x.masked_fill_(distance < -case.window, -math.inf)
-    index = (start + rows, 0) if case.lengths else (-1, rows, 0)
-    return index, torch.softmax(x, -1) @ v
+def blocks(case: Case, rows: int, heads: int) -> Iterator[tuple[slice, slice, slice]]:
+    """(heads, rows, keys they see) of a sequence, few enough at a time."""
+    tall, wide = max(1, min(rows, SCORES // rows)), max(1, SCORES // rows**2)
+    for h, start in product(range(0, heads, wide), range(0, rows, tall)):
+        stop = min(start + tall, rows)
+        yield (slice(h, min(h + wide, heads)), slice(start, stop),
+               slice(0 if case.window is None else max(0, start - case.window), stop if case.causal else rows))
+
+
+def truth(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The exact output in float64, q's shape."""
+    out = torch.empty(*q.shape[:-1], case.dv, device="cuda", dtype=torch.float64)
+    ends = [0, *torch.tensor(case.lengths).cumsum(0).tolist()] if case.lengths else [i * case.s for i in range(case.b + 1)]
+    flat = [x if case.lengths else x.flatten(0, 1) for x in (q, k, v, out)]
+    for start, stop in pairwise(ends):
+        q1, k1, v1, out1 = (x[start:stop].transpose(0, 1) for x in flat)
+        for heads, rows, keys in blocks(case, stop - start, case.hq):
+            kv = torch.arange(heads.start, heads.stop, device="cuda") // (case.hq // case.hkv)
+            x = q1[heads, rows].double() @ k1[kv, keys].double().mT * case.d**-0.5
+            distance = torch.arange(keys.start, keys.stop, device="cuda") - torch.arange(rows.start, rows.stop, device="cuda")[:, None]
+            if case.causal:
+                x.masked_fill_(distance > 0, -math.inf)
+            if case.window is not None:
+                x.masked_fill_(distance < -case.window, -math.inf)
+            out1[heads, rows] = torch.softmax(x, -1) @ v1[kv, keys].double()
+    return out
 
 
 def measure(runs: dict[str, Callable[[], Tensor]], rounds: int, budget: float) -> dict[str, float]:
@@ -143,9 +177,8 @@ def measure(runs: dict[str, Callable[[], Tensor]], rounds: int, budget: float) -
         torch.cuda.synchronize()
         start = time.perf_counter()
         run()
-        run()
         torch.cuda.synchronize()
-        repeats[name] = max(1, min(50, math.ceil(budget / ((time.perf_counter() - start) / 2))))
+        repeats[name] = max(1, min(50, math.ceil(budget / (time.perf_counter() - start))))
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
@@ -159,16 +192,17 @@ def measure(runs: dict[str, Callable[[], Tensor]], rounds: int, budget: float) -
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-def eager_call(run: Callable[[], Tensor], count: int = 50) -> float:
-    """Median seconds of one call by the wall clock, the device idle before and after."""
-    times = []
+def eager_calls(runs: dict[str, Callable[[], object]], count: int = 40) -> dict[str, float]:
+    """Median seconds of one call of each by the wall clock, taken in turn, the device idle before and after."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(count):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+        for name, run in runs.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            run()
+            torch.cuda.synchronize()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(t) for name, t in times.items()}
 
 
 def refusal(run: Callable[[], Tensor]) -> str | None:
@@ -182,40 +216,79 @@ def refusal(run: Callable[[], Tensor]) -> str | None:
 
 
 def cell(case: Case, rounds: int, budget: float) -> dict[str, object]:
-    """Errors, times and rates of all contenders on one case."""
-    dtype = getattr(torch, case.dtype)
-    lead = (sum(case.lengths),) if case.lengths else (case.b, case.s)
-    generator = torch.Generator("cuda").manual_seed(case.s + case.d)
-    q, k, v = (torch.randn(*lead, h, d, device="cuda", dtype=dtype, generator=generator)
-               for h, d in ((case.hq, case.d), (case.hkv, case.d), (case.hkv, case.dv)))
-    cu = torch.tensor([0, *torch.tensor(case.lengths).cumsum(0)], device="cuda", dtype=torch.int32) if case.lengths else None
-    index, exact = exact_rows(case, q, k, v)
+    """Errors, times and rates of all contenders on one case, and the memory onchip took beyond inputs and output."""
+    q, k, v, cu = inputs(case)
+    exact = truth(case, q, k, v)
     runs = contenders(case, q, k, v, cu)
     refused = {name: reason for name, run in runs.items() if name != "onchip" and (reason := refusal(run))}
     runs = {name: run for name, run in runs.items() if name not in refused}
-    errors = {name: float((run()[index].double() - exact).norm() / exact.norm()) for name, run in runs.items()}
+    errors = {name: float((run() - exact).norm() / exact.norm()) for name, run in runs.items()}
     wrong = {name: error for name, error in errors.items() if not error < 8e-3}
     if wrong:
         raise SystemExit(f"{case.name}: wrong results, nothing is timed: {wrong}")
+    del exact
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = runs["onchip"]()
+    extra = torch.cuda.max_memory_allocated() - before - out.nbytes
+    del out
     seconds = measure(runs, rounds, budget)
-    result: dict[str, object] = {"case": case.name, **asdict(case), "error": errors, "refused": refused, "seconds": seconds,
-                                 "tflops": {name: case.flops / t / 1e12 for name, t in seconds.items()}}
+    result: dict[str, object] = {"case": case.name, **asdict(case), "error": errors, "refused": refused, "extra_bytes": extra,
+                                 "seconds": seconds, "tflops": {name: case.flops / t / 1e12 for name, t in seconds.items()}}
     if not case.lengths and case.s <= 1024:
         qt, kt, vt = (x.transpose(1, 2) for x in (q, k, v))
-        result["call_seconds"] = {"onchip": eager_call(runs["onchip"]), "sdpa": eager_call(
-            lambda: scaled_dot_product_attention(qt, kt, vt, is_causal=case.causal))}
+        result["call_seconds"] = eager_calls({
+            "onchip": lambda: attention(qt, kt, vt, causal=case.causal), "kernel": runs["onchip"],
+            "sdpa": lambda: scaled_dot_product_attention(qt, kt, vt, is_causal=case.causal)})
     return result
 
 
 def report(row: dict[str, object]) -> str:
     """One line: rates, and ours over each peer's."""
     tflops, errors = row["tflops"], row["error"]
-    parts = [f"{name} {rate:6.1f}" for name, rate in tflops.items()]
+    parts = [f"{name} {rate:5.1f}" for name, rate in tflops.items()]
     parts += [f"{tflops['onchip'] / rate:.2f}x {name}" for name, rate in tflops.items() if name != "onchip"]
-    parts.append("error " + " ".join(f"{e * 1e3:.2f}e-3" for e in errors.values()))
+    parts.append("error e-3 " + " ".join(f"{e * 1e3:.2f}" for e in errors.values()))
     if "call_seconds" in row:
         parts.append("call µs " + " ".join(f"{t * 1e6:.0f}" for t in row["call_seconds"].values()))
-    return f"{row['case']:36}" + "  ".join(parts)
+    return f"{row['case']:36}" + "  ".join(parts) + "".join(f"  {name}: {reason}" for name, reason in row["refused"].items())
+
+
+def compile_first(cases: list[Case]) -> None:
+    """Call every contender of the cases once, so that the caches of Triton and of FlashAttention-4 on disk hold what the cells need."""
+    for case in cases:
+        q, k, v, cu = inputs(case)
+        for run in contenders(case, q, k, v, cu).values():
+            refusal(run)
+
+
+def compile_in_parallel(cases: list[Case], processes: int) -> None:
+    """`compile_first` for kinds of cases side by side."""
+    kinds: dict[Case, list[Case]] = {}
+    for case in cases:
+        kinds.setdefault(replace(case, b=0, s=0, hq=case.hq // case.hkv, hkv=1, worst=False), []).append(case)
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        pool.map(compile_first, kinds.values(), chunksize=1)
+
+
+def tensor_pipe(case: Case) -> dict[str, float | None]:
+    """Percent of the clocks of onchip's kernel in which the tensor pipe was busy, by Nsight Compute, at the card's own clocks."""
+    launches = count([sys.executable, __file__, "--alone", "--only", *case.name.split()], find_ncu())
+    busy = [launch.tensor_pipe for launch in launches if launch.kernel == "forward_kernel"]
+    return {case.name: None if None in busy else statistics.median(busy)}
+
+
+def alone(case: Case) -> None:
+    """What `tensor_pipe` counts: onchip's kernel, warm."""
+    run = contenders(case, *inputs(case))["onchip"]
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
 
 
 def installed(package: str) -> str:
@@ -231,22 +304,42 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write all results here")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 32768], help="B · S of the grid")
-    parser.add_argument("--only", default="", help="cells whose name contains all of these words")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cells whose name contains all of these words")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget", type=float, default=0.01, help="seconds of calls a round")
+    parser.add_argument("--processes", type=int, default=max(1, min(12, (os.cpu_count() or 1) - 2)), help="that compile first; 0: none")
+    parser.add_argument("--tensor-pipe", action="store_true", help="instead of timing, ask Nsight Compute how busy the tensor pipe is")
+    parser.add_argument("--alone", action="store_true", help="only call onchip: what --tensor-pipe counts")
     args = parser.parse_args()
+    cases = [case for case in grid(args.tokens) if set(args.only) <= set(case.name.split())]
+    cases = [case for case in cases if case.name.split() == args.only] or cases  # a whole name is that cell alone
+    if not cases:
+        parser.error(f"--only: no cell's name contains all of {' '.join(args.only)}; a name looks like «{grid(args.tokens)[0].name}»")
+    if args.alone or args.tensor_pipe:
+        for case in cases:
+            if args.alone:
+                alone(case)
+            else:
+                try:
+                    print(tensor_pipe(case), flush=True)
+                except InputError as error:
+                    raise SystemExit(str(error)) from error
+        return
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
                "cudnn": torch.backends.cudnn.version(), "flash-attn-4": installed("flash-attn-4")}
-    print(machine)
+    print(machine, flush=True)
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    if args.processes:
+        compile_in_parallel(cases, args.processes)
     rows = []
-    for case in grid(args.tokens):
-        if all(word in case.name.split() for word in args.only.split()):
-            rows.append(cell(case, args.rounds, args.budget))
-            print(report(rows[-1]), flush=True)
-            if args.json:
-                args.json.write_text(json.dumps({"machine": machine, "cells": rows}, indent=1))
+    for case in cases:
+        rows.append(cell(case, args.rounds, args.budget))
+        print(report(rows[-1]), flush=True)
+        if args.json:
+            with whole_file(args.json) as temporary:
+                temporary.write_text(json.dumps({"machine": machine, "cells": rows}, indent=1))
     best = [row["tflops"]["onchip"] / max(rate for name, rate in row["tflops"].items() if name != "onchip")
-            for row in rows if len(row["tflops"]) > 1]
+            for row in rows if len(row["tflops"]) > 1 and not row["worst"]]
     if best:
         print(f"against the best peer: geometric mean {statistics.geometric_mean(best):.3f}x, worst {min(best):.3f}x, {len(best)} cells")
 

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-HOPPER = "src/onchip/attention/hopper/forward.py"
+HOPPER = {path.name: path for path in (ROOT / "src/onchip/attention/hopper").glob("*.py")}
 # Races that racecheck reports and that are none: it does not follow an mbarrier from one partition of a specialised block to another.
 # (function that reads, function that writes) → why they never meet, as read in the PTX.
 EXPLAINED = {
@@ -96,13 +96,12 @@ def watch(sanitizer: str, tool: str, name: str, timeout: float) -> dict[str, obj
 
 def _explained(said: str, reports: int) -> bool:
     """Every report is a race between places that `EXPLAINED` names."""
-    spans = [(node.lineno - len(node.decorator_list), node.end_lineno or 0, node.name)
-             for node in ast.parse((ROOT / HOPPER).read_text()).body if isinstance(node, ast.FunctionDef)]
-
     def function(place: str) -> str:
         file, _, line = place.rpartition(":")
-        inside = [name for first, last, name in spans if first <= int(line) <= last]
-        return inside[0] if inside and file == Path(HOPPER).name else place
+        body = ast.parse(HOPPER[file].read_text()).body if file in HOPPER else []
+        inside = [node.name for node in body if isinstance(node, ast.FunctionDef)
+                  and node.lineno - len(node.decorator_list) <= int(line) <= (node.end_lineno or 0)]
+        return inside[0] if inside else place
 
     seen = 0
     for report in said.split("Race reported between ")[1:]:

@@ -159,7 +159,7 @@ def test_the_prediction_is_for_the_tile_triton_runs_on_that_card(
 def test_the_prediction_is_for_the_tile_hopper_runs(monkeypatch: pytest.MonkeyPatch, dim: int, dim_v: int) -> None:
     monkeypatch.setitem(CAPABILITIES, "hopper", replace(CAPABILITIES["hopper"], limits=lambda problem: None))
     problem, card = AttentionProblem(2, 16, 16, 4096, 4096, dim, dim_v), find_gpu("h200")
-    answer, row = explain_problem(problem, gpu=card), hopper_tiles.forward(dim, dim_v)
+    answer, row = explain_problem(problem, gpu=card), hopper_tiles.forward(dim, dim_v, 4096)
     assert answer.backend == "hopper"
     assert answer.tile == (row.rows, row.keys)
     assert answer.prediction == predict(fa2(problem.shape, Tile(row.rows, row.keys, 64), Formats()), card, "bfloat16")

@@ -8,6 +8,7 @@ from torch import Tensor
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 from onchip.attention.contract import Spec, empty_like_q
 from onchip.attention.hopper import launch
+from onchip.attention.hopper.forward import forward_kernel
 from onchip.attention.problem import AttentionProblem
 
 
@@ -84,12 +85,28 @@ def test_what_tma_cannot_address_is_copied(plan):
     assert plan(expanded, t, t).copies == [True, False, False]
 
 
-def test_sections_keep_enough_tiles_for_the_end(plan):
-    """B4 H8 S8192 d192 causal: 3 heads' k and v fit 24 MB, and 4 · 132 tiles of 64 a head are 9 heads: 7 sections of 3, then 11 heads."""
+def test_the_last_section_has_enough_tiles_for_the_end(plan):
+    """B4 H8 S8192 d192 causal: 2 · 132 tiles of 64 a head are 5 heads, so 27 come before. Full, tiles are equal."""
     q = torch.empty(4, 8, 8192, 192, dtype=torch.bfloat16)
-    made = plan(q, q, q, causal=1)
-    section, section_tiles, last_section, last_heads, total = made.after_pointers[11:16]
-    assert (section, section_tiles, last_section, last_heads, total) == (3, 192, 7, 11, 2048)
+    for causal, last in ((1, 5), (0, 1)):
+        values = plan(q, q, q, causal).after_pointers
+        made = dict(zip(forward_kernel.arg_names[-len(values):], values, strict=True))
+        assert (made["tiles"], made["last_heads"], made["early_heads"], made["early_tiles"]) == (64, last, 32 - last, (32 - last) * 64)
+        assert made["total"] == 2048
+
+
+def test_scratch_memory_has_room_for_every_flag(plan):
+    q = torch.empty(2, 4, 300, 128, dtype=torch.bfloat16)
+    made = plan(q, q, q)
+    assert (made.total, made.grid) == (24, 24)
+    assert (made.failed, made.chain, made.words) == (1, 1 + 24 * 2 + 24, 1 + 24 * 2 + 24 + 24)
+
+
+def test_short_sequences_of_narrow_heads_have_a_tile_of_their_own(plan):
+    for causal, longest in ((0, 512), (1, 2048)):
+        for more, consumers in ((0, 2), (1, 3)):
+            q = torch.empty(1, 2, longest + more, 64, dtype=torch.bfloat16)
+            assert plan(q, q, q, causal).tile.consumers == consumers
 
 
 def test_why_not(monkeypatch):

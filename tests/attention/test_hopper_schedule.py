@@ -6,9 +6,26 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 from onchip.attention.hopper import schedule
+from onchip.attention.hopper.launch import divisor
+
+
+class Number(int):
+    """An integer with the dialect's conversions."""
+
+    def to(self, dtype: str) -> "Number":
+        low = int(self) % 2**32
+        return Number(low - 2**32 if dtype == "int32" and low >= 2**31 else low)
+
+    def __rmul__(self, other: int) -> "Number":
+        return Number(other * int(self))
+
+    def __rshift__(self, steps: int) -> "Number":
+        return Number(int(self) >> int(steps))
+
 
 # What these functions use of the dialect, on Python's integers.
-GL = SimpleNamespace(minimum=min, maximum=max, cdiv=lambda a, b: -(-a // b), load=lambda p: p.values[p.at])
+GL = SimpleNamespace(minimum=min, maximum=max, cdiv=lambda a, b: -(-a // b), load=lambda p: p.values[p.at], int32="int32", uint32="uint32",
+                     umulhi=lambda a, b: Number(int(a) * int(b) >> 32))
 
 
 class Pointer:
@@ -21,35 +38,61 @@ class Pointer:
         return Pointer(self.values, self.at + steps)
 
 
+def plain(function: Any) -> Any:
+    """A device function as a Python one."""
+    return FunctionType(function.fn.__code__, {**function.fn.__globals__, "gl": GL, "BM": 64})
+
+
+class Divisor:
+    """`schedule.Divisor` with its device function as a method."""
+
+    def __init__(self, d: int) -> None:
+        self.d, self.m, self.s = map(Number, divisor(d))
+
+    def into(self, x: int) -> int:
+        return int(plain(schedule.Divisor.into)(self, Number(x)))
+
+
 class Call:
     """`schedule.Call` with its device functions as methods."""
 
     def __init__(self, **fields: Any) -> None:
-        self.__dict__.update({"NC": 2, "BN": 128, "PACKED": False, "TOP_LEFT": False, "LEFT": False, "RIGHT": False, "behind": 0,
-                              "ahead": 0, "len_q": 0, "len_k": 0, **fields})
+        self.__dict__.update({"NC": 2, "BN": 128, "QUERIES": 2, "PACKED": False, "TOP_LEFT": False, "LEFT": False, "RIGHT": False,
+                              "behind": 0, "ahead": 0, "len_q": 0, "len_k": 0, **fields})
 
     def __getattr__(self, name: str) -> Any:
-        source = getattr(schedule.Call, name).fn
-        plain = FunctionType(source.__code__, {**source.__globals__, "gl": GL, "BM": 64})
-        return lambda *args: plain(self, *args)
+        function = plain(getattr(schedule.Call, name))
+        return lambda *args: function(self, *args)
 
 
-def sections(all_heads: int, tiles: int, section: int, last_section: int) -> dict[str, int]:
-    return {"tiles": tiles, "section": section, "section_tiles": section * tiles, "last_section": last_section,
-            "last_heads": all_heads - last_section * section}
+@pytest.mark.parametrize("d", [1, 2, 3, 5, 7, 64, 65, 96, 1000, 4095, 65537, 1 << 30, (1 << 31) - 1])
+def test_division_is_exact(d):
+    by = Divisor(d)
+    near = {k * d + e for k in (1, 2, 3, (1 << 31) // d - 1, (1 << 31) // d) for e in (-1, 0, 1)}
+    for x in sorted({0, 1, (1 << 31) - 1, 1 << 30, 123456789} | near):
+        if 0 <= x < 1 << 31:
+            assert by.into(x) == x // d
 
 
 @pytest.mark.parametrize("right", [False, True])
-@pytest.mark.parametrize(
-    ("batch", "heads", "tiles", "section", "last"),
-    [(2, 3, 5, 1, 5), (2, 3, 5, 2, 1), (3, 4, 7, 5, 1), (1, 1, 1, 1, 0), (4, 8, 2, 3, 9)])
-def test_every_tile_is_taken_once_and_the_heaviest_of_a_section_first(batch, heads, tiles, section, last, right):
-    call = Call(heads=heads, RIGHT=right, **sections(batch * heads, tiles, section, last))
+@pytest.mark.parametrize(("batch", "heads", "tiles", "last"), [(2, 3, 5, 1), (2, 3, 5, 4), (3, 4, 7, 12), (1, 1, 1, 1), (4, 8, 2, 5)])
+def test_every_tile_is_taken_once_and_the_heaviest_of_a_head_first(batch, heads, tiles, last, right):
+    early = batch * heads - last
+    call = Call(heads=Divisor(heads), tiles=Divisor(tiles), early_heads=early, early_tiles=early * tiles, last_heads=Divisor(last),
+                RIGHT=right)
     places = [call.place(tile) for tile in range(batch * heads * tiles)]
     assert sorted(places) == [(b, h, r * 128) for b in range(batch) for h in range(heads) for r in range(tiles)]
-    for start in range(0, last * section * tiles, section * tiles):
-        rows = [first for _, _, first in places[start : start + section * tiles]]
-        assert rows == sorted(rows, reverse=right)
+    early_tiles = places[: early * tiles]
+    for start in range(0, early * tiles, tiles):  # a head after the other
+        assert len({(b, h) for b, h, _ in early_tiles[start : start + tiles]}) == 1
+        assert [first for _, _, first in early_tiles[start : start + tiles]] == sorted(range(0, tiles * 128, 128), reverse=right)
+    rows = [first for _, _, first in places[early * tiles :]]  # the rest together
+    assert rows == sorted(rows, reverse=right)
+
+
+def test_slots_of_q_alternate_and_their_barriers_turn_over():
+    assert [Call(NC=3).slot(told) for told in range(5)] == [(0, 0), (3, 0), (0, 1), (3, 1), (0, 0)]
+    assert [Call(QUERIES=1).slot(told) for told in range(3)] == [(0, 0), (0, 1), (0, 0)]
 
 
 def test_packed_offsets_are_clamped_to_the_tensors():

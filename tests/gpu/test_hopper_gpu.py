@@ -68,7 +68,7 @@ def error(x: Tensor, exact: Tensor) -> float:
 def check(q: Tensor, k: Tensor, v: Tensor, spec: Spec, sinks: Tensor | None = None, **options: object) -> Tensor:
     """Run, compare, return the flags of repeated tiles. Outputs are poisoned by what the allocator last held there."""
     torch.full((q.numel() * 2,), math.nan, device=DEVICE)
-    out, lse, scratch = launch.run(q, k, v, sinks, None, None, spec, **options)
+    out, lse, plan = launch.run(q, k, v, sinks, None, None, spec, **options)
     exact, exact_lse = truth(q, k, v, spec, sinks)
     yardstick, _ = truth(q, k, v, spec, sinks, q.dtype)
     assert out.shape == exact.shape
@@ -81,21 +81,35 @@ def check(q: Tensor, k: Tensor, v: Tensor, spec: Spec, sinks: Tensor | None = No
     assert torch.equal(lse == -math.inf, blind)
     assert (out[~visible(q.shape[2], k.shape[2], spec).any(-1).expand(q.shape[:3])] == 0).all()
     torch.testing.assert_close(lse[~blind].double(), exact_lse[~blind], atol=2e-4, rtol=2e-5)
-    return flags_of(scratch, q, v)
+    return plan.repeated()
 
 
-def flags_of(scratch: Tensor, q: Tensor, v: Tensor) -> Tensor:
-    return launch.repeated(scratch, tiles.forward(q.shape[-1], v.shape[-1]))
-
-
-TILES = [(tile.dim, tile.dim_v) for tile in tiles.FORWARD]
+TILES = pytest.mark.parametrize("tile", tiles.FORWARD, ids=lambda tile: f"{tile.dim}-{tile.dim_v}-{tile.rows}")
 
 
 @pytest.mark.parametrize("causal", [None, "bottom-right"])
-@pytest.mark.parametrize(("d", "dv"), TILES)
-def test_every_tile_of_the_table(d, dv, causal):
-    q, k, v = inputs(2, 4, 2, 321, 700, d, dv)
-    assert not check(q, k, v, make_spec(q, k, causal)).any()
+@TILES
+def test_every_tile_of_the_table(tile, causal):
+    q, k, v = inputs(2, 4, 2, 321, 700, tile.dim, tile.dim_v)
+    assert not check(q, k, v, make_spec(q, k, causal), tile=tile).any()
+
+
+@pytest.mark.parametrize("causal", [None, "bottom-right"])
+@TILES
+def test_many_tiles_a_thread_block(tile, causal):
+    """Slots of q, rings of K and V and the turns go round many times, and one tile's last step is the next one's first."""
+    q, k, v = inputs(5, 32, 8, 520, 520, tile.dim, tile.dim_v)
+    assert not check(q, k, v, make_spec(q, k, causal), tile=tile).any()
+
+
+@pytest.mark.parametrize("causal", [None, "bottom-right"])
+@TILES
+def test_every_tile_repeats_what_overflowed(tile, causal):
+    q, k, v = inputs(2, 40, 40, 500, 700, tile.dim, tile.dim_v)
+    k[:, ::3, 100:104] *= 60  # every third head
+    flags = check(q, k, v, make_spec(q, k, causal), tile=tile)
+    assert flags.any()
+    assert not flags.all()
 
 
 @pytest.mark.parametrize(("d", "dv"), [(8, 8), (40, 64), (72, 80), (80, 96), (120, 104), (136, 136), (192, 72), (104, 192), (248, 200)])
@@ -249,17 +263,17 @@ def test_what_lies_outside_is_never_read(online):
     q, k, v = inputs(1, 2, 2, 200, 500, 128)
     k[:, :, 200:], v[:, :, 200:] = math.nan, math.nan
     spec = make_spec(q, k, "top-left")
-    out, _, scratch = launch.run(q, k, v, None, None, None, spec, online=online)
+    out, _, plan = launch.run(q, k, v, None, None, None, spec, online=online)
     exact, _ = truth(q, k[:, :, :200], v[:, :, :200], make_spec(q, k[:, :, :200], "top-left"))
     assert error(out, exact) < 4e-3
-    assert online or not flags_of(scratch, q, v).any()
+    assert online or not plan.repeated().any()
 
     q, k, v = inputs(1, 2, 2, 128, 512, 128)
     k[:, :, :320], v[:, :, :320] = math.nan, math.nan  # window 64: row 0 stands at key 384
-    out, _, scratch = launch.run(q, k, v, None, None, None, make_spec(q, k, "bottom-right", (64, 0)), online=online)
+    out, _, plan = launch.run(q, k, v, None, None, None, make_spec(q, k, "bottom-right", (64, 0)), online=online)
     exact, _ = truth(q, k[:, :, 320:], v[:, :, 320:], make_spec(q, k[:, :, 320:], "bottom-right", (64, 0)))
     assert error(out, exact) < 4e-3
-    assert online or not flags_of(scratch, q, v).any()
+    assert online or not plan.repeated().any()
 
 
 @pytest.mark.parametrize("causal", [None, "bottom-right", "top-left"])
@@ -292,11 +306,11 @@ def test_packed_neighbours_do_not_leak():
     cu = torch.tensor([0, 100, 230, 400], device=DEVICE, dtype=torch.int32)
     q, k, v = randn(400, 2, 128), randn(400, 2, 128, seed=1), randn(400, 2, 128, seed=2)
     k[100:230], v[100:230] = math.nan, math.nan
-    out, _, scratch = launch.run(q, k, v, None, cu, cu, Spec(0, -1, -1, 128**-0.5, 0.0, 0.0, 170, 170, False, False))
+    out, _, plan = launch.run(q, k, v, None, cu, cu, Spec(0, -1, -1, 128**-0.5, 0.0, 0.0, 170, 170, False, False))
     assert out[:100].isfinite().all()
     assert out[230:].isfinite().all()
     assert out[100:230].isnan().all()
-    flags = flags_of(scratch, q, v).view(3, 2, 2, 2)  # sequence, head, tile, consumer
+    flags = plan.repeated().view(3, 2, 2, 2)  # sequence, head, tile, consumer
     assert flags[1, :, :, 0].all()
     assert not flags[[0, 2], :, 0].any()
 

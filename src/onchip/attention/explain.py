@@ -60,7 +60,7 @@ def explain_problem(problem: AttentionProblem, backend: str = "auto", gpu: GPU |
 def forward_tile(problem: AttentionProblem, backend: str | None, gpu: GPU) -> tuple[int, int]:
     """(query rows, keys) of the tile with which `backend` would run the forward on `gpu`."""
     if backend == "hopper":
-        wide = hopper.forward(problem.head_dim, problem.head_dim_v)
+        wide = hopper.forward(problem.head_dim, problem.head_dim_v, problem.seq_q, problem.spec.window_right >= 0)
         return wide.rows, wide.keys
     if backend == "triton":
         from onchip.attention.triton import launch, tiles  # Triton is imported where it can run

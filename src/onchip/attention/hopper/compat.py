@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-__all__ = ["aggregate", "reinterpret", "tma_load", "tma_store"]
+__all__ = ["aggregate", "log2", "reinterpret", "stores_done", "tma_load", "tma_store"]
 
 # 3.8 made it public.
 aggregate = getattr(gluon, "aggregate", None) or _core._aggregate
@@ -18,3 +18,17 @@ def reinterpret(buffer, shape, layout, _semantic=None):
     """The same shared memory with another shape and layout. 3.9 made the method public."""
     method = getattr(buffer, "reinterpret", None) or buffer._reinterpret
     return method(buffer.dtype, shape, layout, _semantic=_semantic)
+
+
+@builtin
+def stores_done(_semantic=None):
+    """Wait until the bulk stores of the calling thread are written, not only read from shared memory (`tma.store_wait`)."""
+    _core.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r", [], dtype=_core.int32, is_pure=False, pack=1,
+                                 _semantic=_semantic)
+
+
+@builtin
+def log2(x, _semantic=None):
+    """log₂ in one instruction, to 2⁻²² (absolute near 1, relative elsewhere); the library's is 40."""
+    return _core.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=_core.float32, is_pure=True, pack=1,
+                                        _semantic=_semantic)

@@ -5,7 +5,6 @@ A call costs the host an encoding of a tensor map for each tensor (11 µs each f
 its arguments but the pointers, and tensor maps by address: in a loop the allocator hands out the same addresses again and again.
 """
 import math
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from onchip.attention.contract import Spec, empty_like_q
 from onchip.attention.hopper import tiles
-from onchip.attention.hopper.forward import FAR, forward_kernel
+from onchip.attention.hopper.forward import forward_kernel
+from onchip.attention.hopper.producer import FAR
 from onchip.attention.hopper.tiles import ROWS, Tile
 from onchip.attention.problem import AttentionProblem
 from onchip.launcher import Launcher
@@ -23,7 +23,7 @@ from onchip.launcher import Launcher
 LOG2E = math.log2(math.e)
 WRAP, ORIGIN = 1 << 34, 0x7FFF0000  # stride of the wrap axis (less a row); extent of the wrap and origin axes
 ALIGNED = 8  # elements of 2 bytes in the 16 bytes that TMA wants addresses and strides to be multiples of
-IN_L2 = 24_000_000  # bytes of k and v that are sure to stay in an L2 of 50 MB while their heads are worked on
+LAST = 2  # tiles a thread block in the last section of a causal call
 PER_THREAD = 2  # CUDA's handle of the calling thread's default stream
 REMEMBERED = 1024  # plans, and tensor maps of one plan
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -69,8 +69,8 @@ def constants(tile: Tile, *, packed: bool = False, top_left: bool = False, left:
     return {
         "NC": tile.consumers, "BN": tile.keys, "STAGES": tile.stages, "D0": tile.d0, "D1": tile.d1, "V0": tile.v0, "V1": tile.v1,
         "PACKED": packed, "TOP_LEFT": top_left, "LEFT": left, "RIGHT": right, "SINKS": sinks,
-        "SOFTCAP": softcap, "ONLINE": online, "PING_PONG": tile.ping_pong, "OWN_O": tile.own_o, "CONSUMER_REGISTERS": tile.registers[0],
-        "PRODUCER_REGISTERS": tile.registers[1], "num_warps": 4,
+        "SOFTCAP": softcap, "ONLINE": online, "PING_PONG": tile.ping_pong, "QUERIES": tile.queries, "PIECES": tile.pieces,
+        "CONSUMER_REGISTERS": tile.registers[0], "PRODUCER_REGISTERS": tile.registers[1], "num_warps": 4,
     }
 
 
@@ -82,7 +82,7 @@ def options(tile: Tile) -> dict[str, Any]:
 def boxes(tile: Tile) -> list[tuple[int, int] | None]:
     """(rows, columns) of each of the kernel's descriptors: both parts of q, k, v and o; None for a part that is not there."""
     heights = (ROWS, tile.keys, tile.keys, ROWS)
-    widths = ((tile.d0, tile.d1), (tile.d0, tile.d1), (tile.v0, tile.v1), (tile.v0, tile.v1))
+    widths = ((tile.d0, tile.d1), (tile.d0, tile.d1), (tile.v0, tile.v1), (tile.v0 // tile.pieces, tile.v1))
     return [(rows, columns) if columns else None for rows, parts in zip(heights, widths, strict=True) for columns in parts]
 
 
@@ -91,15 +91,23 @@ def shared_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMAShared
     return gl.NVMMASharedLayout.get_default_for([1, 1, 1, rows, columns], DTYPES[dtype])
 
 
+def divisor(d: int) -> tuple[int, int, int]:
+    """A number and how to divide by it: the fields of `schedule.Divisor`."""
+    s = (d - 1).bit_length()
+    m = -(-(1 << 31 + s) // d)
+    return d, m - (1 << 32) if m >= 1 << 31 else m, s
+
+
 class Plan:
     """One kind of call: tile, grid, the kernel's arguments without the pointers, and what is remembered from call to call."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sequences: int | None, sinks: bool, spec: Spec, tile: Tile | None,
                  online: bool | None) -> None:
-        self.tile = tile = tile or tiles.forward(q.shape[-1], v.shape[-1])
+        self.tile = tile = tile or tiles.forward(q.shape[-1], v.shape[-1], spec.max_seqlen_q, spec.window_right >= 0)
         # TMA cannot address every tensor in place: those are copied first.
         self.copies = [t.data_ptr() % 16 != 0 or not Rows(t).takeable for t in (q, k, v)]
         self.copies[0] |= Rows(q).shared
+        self.copied = any(self.copies)
         self.rows = [Rows(t) for t in (*self.operands(q, k, v), out)]
         packed = sequences is not None
         len_q, len_k = (q.shape[0], k.shape[0]) if packed else (q.shape[2], k.shape[2])
@@ -108,24 +116,27 @@ class Plan:
         tiles_a_head = -(-spec.max_seqlen_q // tile.rows)
         self.total = tiles_a_head * all_heads
         self.grid = min(torch.cuda.get_device_properties(q.device).multi_processor_count, self.total)
-        section, last_section = 1, all_heads - 1
-        if right:  # tiles of one head differ in work: mix those of as many heads as find their k and v in L2 …
-            of_a_kv_head = 2 * spec.max_seqlen_k * (q.shape[-1] + v.shape[-1])
-            section = max(1, min(IN_L2 // of_a_kv_head * (heads // k.shape[1]), all_heads))
-            # … and for the end keep enough of them that its light tiles fill the gaps: without, up to 13 % were lost (simulated).
-            last_section = max(0, all_heads - -(-4 * self.grid // tiles_a_head)) // section
+        self.device, self.dim_v = q.device.index or 0, v.shape[-1]
+        # Memory to work in: the counter of tiles, flags of tiles and of thread blocks, the chain of each thread block's tiles.
+        self.failed = 1
+        self.chain = self.failed + self.total * tile.consumers + self.grid
+        self.words = self.chain + self.total
+        # Enough heads in the last section that its light tiles fill the gaps at the end.
+        last_heads = min(all_heads, -(-LAST * self.grid // tiles_a_head)) if right else 1
+        early_heads = all_heads - last_heads
         offset = 0 if packed or spec.causal == 2 else len_k - len_q
         scale, cap = spec.scale * LOG2E, 0.0
         if spec.softcap:
             scale, cap = spec.softcap * LOG2E, 2 * spec.scale * LOG2E / spec.softcap
-        numbers = (*(rows.step for rows in self.rows), len_q, len_q, len_k, heads, heads // self.rows[1].heads, heads // self.rows[2].heads,
-                   tiles_a_head, section, section * tiles_a_head, last_section, all_heads - last_section * section, self.total,
-                   offset - spec.window_left, offset + spec.window_right, scale, cap)
+        numbers = (*(rows.step for rows in self.rows), len_q, len_q, len_k, *divisor(heads), *divisor(heads // self.rows[1].heads),
+                   *divisor(heads // self.rows[2].heads), *divisor(tiles_a_head), early_heads, early_heads * tiles_a_head,
+                   *divisor(last_heads), self.total, offset - spec.window_left, offset + spec.window_right, scale, cap)
         self.after_pointers = (*numbers, *constants(
             tile, packed=packed, top_left=spec.causal == 2, left=left, right=right, sinks=sinks, softcap=spec.softcap != 0,
-            online=_rather_online(q, spec) if online is None else online).values())
+            online=bool(online)).values())
         self.launcher: Launcher | None = None
-        self.maps: dict[tuple[int, int], tuple[Any, ...]] = {}
+        self.maps: dict[tuple[int, ...], tuple[Any, ...]] = {}
+        self.scratch: Tensor | None = None
 
     def operands(self, *tensors: Tensor) -> list[Tensor]:
         """q, k and v as the descriptors expect them."""
@@ -146,58 +157,60 @@ class Plan:
             first += box[1]
         return made
 
-    def encoded(self, which: int, t: Tensor) -> tuple[Any, ...]:
-        """The launcher's arguments for both descriptors of `t`, remembered by address."""
-        key = (which, t.data_ptr())
-        found = self.maps.get(key)
-        if found is None and self.launcher is not None:
-            if len(self.maps) >= REMEMBERED:
-                self.maps.clear()
-            start = sum(box is not None for box in boxes(self.tile)[: 2 * which])
-            found = ()
-            for index, descriptor in enumerate(self.descriptors(which, t), start):
-                found += (None,) if descriptor is None else self.launcher.encode(index, descriptor)
-            self.maps[key] = found
-        return found or ()
+    def encoded(self, *tensors: Tensor) -> tuple[Any, ...]:
+        """The launcher's arguments for the descriptors of q, k, v and out."""
+        assert self.launcher is not None
+        found: tuple[Any, ...] = ()
+        described = 0
+        for which, t in enumerate(tensors):
+            for descriptor in self.descriptors(which, t):
+                found += (None,) if descriptor is None else self.launcher.encode(described, descriptor)
+                described += descriptor is not None
+        return found
 
     def launch(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, cu_q: Tensor | None,
-               cu_k: Tensor | None) -> Tensor:
-        """Run the kernel on the current stream; returns its scratch memory: flags of tiles that were repeated (one for each consumer), and
-        the chain of each thread block's tiles."""
-        flags = self.total * self.tile.consumers
-        scratch = torch.empty(flags + self.total, dtype=torch.int32, device=q.device)
-        stream = torch._C._cuda_getCurrentRawStream(q.device.index)
-        taken = _counter(q.device.index, stream)
+               cu_k: Tensor | None) -> None:
+        """Run the kernel on the current stream."""
+        if self.copied:
+            q, k, v = self.operands(q, k, v)
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        self.scratch = memory = _memory(self.device, stream, self.words)
         if self.launcher is None:
             args = [d for which, t in enumerate((q, k, v, out)) for d in self.descriptors(which, t)]
-            args += [lse, lse if sinks is None else sinks, taken, scratch, scratch[flags:]]
-            args += [scratch if cu is None else cu for cu in (cu_q, cu_k)]
+            args += [lse, lse if sinks is None else sinks, memory, memory[self.failed :], memory[self.chain :]]
+            args += [memory if cu is None else cu for cu in (cu_q, cu_k)]
             self.launcher = Launcher(forward_kernel[(self.grid,)](*args, *self.after_pointers[:-1], **options(self.tile)))
-        else:
-            base = scratch.data_ptr()
-            pointers = (*self.encoded(0, q), *self.encoded(1, k), *self.encoded(2, v), *self.encoded(3, out), lse.data_ptr(),
-                        0 if sinks is None else sinks.data_ptr(), taken.data_ptr(), base, base + 4 * flags,
-                        0 if cu_q is None else cu_q.data_ptr(), 0 if cu_k is None else cu_k.data_ptr())
-            self.launcher(self.grid, stream, pointers + self.after_pointers)
-        return scratch
+            return
+        pointers = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+        maps = self.maps.get(pointers)
+        if maps is None:
+            if len(self.maps) >= REMEMBERED:
+                self.maps.clear()
+            maps = self.maps[pointers] = self.encoded(q, k, v, out)
+        base = memory.data_ptr()
+        self.launcher(self.grid, stream, (
+            *maps, lse.data_ptr(), 0 if sinks is None else sinks.data_ptr(), base, base + 4 * self.failed, base + 4 * self.chain,
+            0 if cu_q is None else cu_q.data_ptr(), 0 if cu_k is None else cu_k.data_ptr(), *self.after_pointers))
+
+    def repeated(self) -> Tensor:
+        """Which tiles of the last launch the anchored softmax had to repeat: (tiles, consumers) of 0 and 1, in the order of
+        `schedule.Call.place`. Without meaning for online softmax, which repeats none."""
+        assert self.scratch is not None
+        return self.scratch[self.failed :][: self.total * self.tile.consumers].view(self.total, -1).clone()
 
 
-def _rather_online(q: Tensor, spec: Spec) -> bool:
-    """fp16's p may not pass 65504, so that a row's sum over very many keys would leave the range for no other reason than their number."""
-    return q.dtype == torch.float16 and spec.max_seqlen_k > 1 << 17
+_MEMORY: dict[tuple[int, int], Tensor] = {}
 
 
-_COUNTERS: dict[tuple[int, int], Tensor] = {}
-
-
-def _counter(device: int, stream: int) -> Tensor:
-    """The counter of tiles taken: 0 before and after every launch, so that one serves all launches of a stream, which follow each other.
-    A graph may be replayed on any stream, and one handle names the default streams of all threads: their launches get their own."""
-    if stream == PER_THREAD or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
-    found = _COUNTERS.get((device, stream))
-    if found is None:
-        found = _COUNTERS[device, stream] = torch.zeros(1, dtype=torch.int32, device=device)
+def _memory(device: int, stream: int, words: int) -> Tensor:
+    """At least so many int32 for a launch to work in. The first, the counter of tiles taken, is 0 before and after every launch, and no
+    other need be anything, so that one piece serves all launches of a stream, which follow each other. A graph may be replayed on any
+    stream, and one handle names the default streams of all threads: their launches get their own."""
+    if stream == PER_THREAD or torch._C._cuda_isCurrentStreamCapturing():
+        return torch.zeros(words, dtype=torch.int32, device=torch.device("cuda", device))
+    found = _MEMORY.get((device, stream))
+    if found is None or found.numel() < words:
+        found = _MEMORY[device, stream] = torch.zeros(2 * words, dtype=torch.int32, device=torch.device("cuda", device))
     return found
 
 
@@ -205,33 +218,39 @@ _PLANS: dict[tuple[Any, ...], Plan] = {}
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, spec: Spec, *,
-        tile: Tile | None = None, online: bool | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, scratch of `Plan.launch`): `forward`, with another tile or with online softmax on request."""
+        tile: Tile | None = None, online: bool = False) -> tuple[Tensor, Tensor, Plan]:
+    """(out, lse, the plan that made them): `forward`, with another tile or with online softmax on request."""
     key = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16, q.dtype,
            q.device.index, spec, None if sinks is None else sinks.dtype, None if cu_q is None else cu_q.shape, tile, online)
-    out = empty_like_q(q, v.shape[-1])
     plan = _PLANS.get(key)
     if plan is None:
         if len(_PLANS) >= REMEMBERED:
             _PLANS.clear()
-        plan = _PLANS[key] = Plan(q, k, v, out, None if cu_q is None else cu_q.shape[0] - 1, sinks is not None, spec, tile, online)
+        plan = _PLANS[key] = _make(q, k, v, sinks, cu_q, spec, tile, online)
+    return *_follow(plan, q, k, v, sinks, cu_q, cu_k), plan
+
+
+def _make(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_q: Tensor | None, spec: Spec, tile: Tile | None = None,
+          online: bool = False) -> Plan:
+    sequences = None if cu_q is None else cu_q.shape[0] - 1
+    return Plan(q, k, v, empty_like_q(q, v.shape[-1]), sequences, sinks is not None, spec, tile, online)
+
+
+def _follow(plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_q: Tensor | None,
+            cu_k: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call of the plan's kind."""
+    out = empty_like_q(q, plan.dim_v)
     if cu_q is None:
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     else:  # rows past the last sequence belong to no tile
         out.zero_()
-        lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float32, device=q.device)
-    if any(plan.copies):
-        q, k, v = plan.operands(q, k, v)
-    with nullcontext() if q.device.index == torch.cuda.current_device() else torch.cuda.device(q.device):
-        scratch = plan.launch(q, k, v, out, lse, sinks, cu_q, cu_k)
-    return out, lse, scratch
-
-
-def repeated(scratch: Tensor, tile: Tile) -> Tensor:
-    """Which tiles of a call that `run` made the anchored softmax had to repeat: (tiles, consumers) of 0 and 1, in the order of
-    `schedule.Call.place`. Without meaning for online softmax, which repeats none."""
-    total = scratch.numel() // (tile.consumers + 1)
-    return scratch[: total * tile.consumers].view(total, tile.consumers)
+        lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float32)
+    if plan.device == torch.cuda.current_device():
+        plan.launch(q, k, v, out, lse, sinks, cu_q, cu_k)
+    else:
+        with torch.cuda.device(plan.device):
+            plan.launch(q, k, v, out, lse, sinks, cu_q, cu_k)
+    return out, lse
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, alibi_slopes: Tensor | None, sinks: Tensor | None,
@@ -243,5 +262,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor |
     A key or value is read only by query tiles (`Tile.rows` rows) with a row that sees it. Within such a tile a value is multiplied by
     p = 0 for the other rows, so a NaN or infinity in it reaches them too; NaN in a key reaches exactly the rows that see it.
     """
-    out, lse, _ = run(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, spec)
-    return out, lse
+    memo = {} if memo is None else memo
+    plan = memo.get("plan")
+    if plan is None:
+        plan = memo["plan"] = _make(q, k, v, sinks, cu_seqlens_q, spec)
+    return _follow(plan, q, k, v, sinks, cu_seqlens_q, cu_seqlens_k)

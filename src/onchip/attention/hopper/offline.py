@@ -1,64 +1,76 @@
-"""Compile the Hopper kernels where there is no GPU: `python -m onchip.attention.hopper.offline` prints a JSON line for each configuration.
+"""The Hopper kernels compiled where there is no GPU: `python -m onchip.attention.hopper.offline` prints a JSON line for each configuration.
 
-A configuration is a tile of the table with features; every tile is compiled full and causal. It must not run under the interpreter
-(``TRITON_INTERPRET`` unset). Run it under each installed Triton.
+A configuration is a row of the tile table with a dtype and features. Every row is compiled plain and with each feature at least once; the
+features meet where they press on the registers most. It must not run under the interpreter (``TRITON_INTERPRET`` unset), and it runs under
+each Triton the library supports (`benchmarks/triton_versions.py`).
 """
 import argparse
 import json
-import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from onchip.attention.contract import Spec, empty_like_q
 from onchip.attention.hopper import launch, tiles
 from onchip.attention.hopper.forward import forward_kernel
 from onchip.attention.hopper.tiles import Tile
-from onchip.bench.inspect import TYPES, Compiled, _read
+from onchip.bench.inspect import Compiled, compile_offline
+from onchip.roofline.tiles import TileConfig, footprint
 
-# Features beyond plain and causal, by head dim: the tile used most, and the one with the fewest registers to spare.
-_FEATURES: dict[int, tuple[dict[str, bool], ...]] = {
-    64: ({"left": True, "right": True}, {"packed": True, "right": True}),
-    128: ({"left": True}, {"packed": True}, {"packed": True, "left": True, "right": True}, {"softcap": True, "sinks": True, "right": True},
-          {"online": True, "right": True}),
-}
+ARCH = 90
+
+# (dtype, features); names as in `launch.constants`. `right` is the end of a causal mask, `left` and `right` those of a window.
+FEATURES: tuple[tuple[torch.dtype, dict[str, bool]], ...] = (
+    (torch.bfloat16, {}), (torch.bfloat16, {"right": True}), (torch.float16, {"right": True}),
+    (torch.bfloat16, {"packed": True, "left": True, "right": True}),
+    (torch.bfloat16, {"top_left": True, "right": True, "softcap": True, "sinks": True}),
+    (torch.bfloat16, {"online": True, "right": True}),
+)
 
 
 def configurations() -> list[tuple[Tile, torch.dtype, dict[str, bool]]]:
     """What is compiled: (tile, dtype, features)."""
-    found = []
-    for tile in tiles.FORWARD:
-        found += [(tile, torch.bfloat16, features) for features in ({}, {"right": True}, *_FEATURES.get(tile.dim, ()))]
-    return [*found, (tiles.forward(128, 128), torch.float16, {"right": True})]
+    return [(tile, dtype, features) for tile in tiles.FORWARD for dtype, features in FEATURES]
 
 
-def compile_forward(tile: Tile, dtype: torch.dtype = torch.bfloat16, **features: bool) -> Compiled:
-    """The forward kernel of `tile` for compute capability 9.0; `features` as in `launch.constants`."""
-    signature: dict[str, str] = {}
-    constants: dict[str, Any] = launch.constants(tile, **features)
+def compile_forward(tile: Tile, dtype: torch.dtype, constants: Mapping[str, Any]) -> Compiled:
+    """The forward kernel of `tile` for compute capability 9.0; `constants` as `launch.constants` makes them."""
     parts = iter(launch.boxes(tile))
-    for parameter in forward_kernel.params:
-        name = parameter.name
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name in ("q0", "q1", "k0", "k1", "v0", "v1", "o0", "o1"):
+    args: dict[str, Any] = dict(constants)
+    for name in forward_kernel.arg_names[: -len(constants)]:
+        if name in ("q0", "q1", "k0", "k1", "v0", "v1", "o0", "o1"):
             box = next(parts)
-            if box is None:
-                signature[name], constants[name] = "constexpr", None
-            else:
-                signature[name] = f"tensordesc<{TYPES[dtype]}{[1, 1, 1, *box]},{launch.shared_layout(*box, dtype)!r}>"
+            args[name] = None if box is None else TensorDescriptor.from_tensor(
+                torch.empty(1, 1, 1, *box, dtype=dtype, device="meta"), [1, 1, 1, *box], launch.shared_layout(*box, dtype))
         elif name in ("lse", "sinks"):
-            signature[name] = "*fp32"
+            args[name] = torch.empty(1, device="meta")
         elif name in ("taken", "failed", "chain", "cu_q", "cu_k"):
-            signature[name] = "*i32"
-        else:
-            signature[name] = parameter.annotation_type or ("fp32" if name in ("scale", "cap") else "i32")
-    names = list(signature)
-    source = GluonASTSource(forward_kernel, signature, {(names.index(name),): value for name, value in constants.items()}, {})
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options(tile))
-    return _read(compiled.asm["cubin"], compiled.asm["ptx"], compiled.metadata.shared)
+            args[name] = torch.empty(1, dtype=torch.int32, device="meta")
+        else:  # no number is compiled in
+            args[name] = 0.5 if name in ("scale", "cap") else 2
+    return compile_offline(forward_kernel, args, ARCH, **launch.options(tile))
+
+
+def compile_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, cu_seqlens_q: torch.Tensor | None,
+                 spec: Spec) -> tuple[Tile, Compiled]:
+    """The kernel that `launch.forward` would run for tensors like these (on any device, 'meta' included), and its tile.
+
+    The plan asks torch for the card's number of SMs.
+    """
+    sequences = None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    plan = launch.Plan(q, k, v, empty_like_q(q, v.shape[-1]), sequences, sinks is not None, spec, None, None)
+    names = list(launch.constants(plan.tile))
+    return plan.tile, compile_forward(plan.tile, q.dtype, dict(zip(names, plan.after_pointers[-len(names):], strict=True)))
+
+
+def planned_bytes(tile: Tile, dtype: str) -> int:
+    """The planner's shared memory of a block: q, k, v and barriers; then a second q, and o, which has memory of its own."""
+    config = TileConfig(tile.rows, tile.keys, stages=tile.stages, consumers=tile.consumers)
+    more = tile.dim * (tile.queries - 1) + tile.dim_v // tile.pieces
+    return footprint(config, dtype, tile.dim, tile.dim_v).smem + 2 * tile.rows * more
 
 
 def main() -> None:
@@ -68,14 +80,11 @@ def main() -> None:
     parser.add_argument("--of", type=int, default=1)
     args = parser.parse_args()
     for tile, dtype, features in configurations()[args.start :: args.of]:
-        start = time.perf_counter()
-        made = compile_forward(tile, dtype, **features)
-        spills = made.counts["LDL"] + made.counts["STL"]
+        made = compile_forward(tile, dtype, launch.constants(tile, **features))
         inner = sum(loop["LDL"] + loop["STL"] for loop in made.loops if loop["HGMMA"])
-        print(json.dumps({"tile": tile._asdict(), "dtype": str(dtype).removeprefix("torch."), "features": features,  # noqa: T201
-                          "triton": triton.__version__, "shared": made.shared, "registers": made.registers, "spills": spills,
-                          "spills_in_loops": inner, "counts": dict(made.counts), "notes": made.notes,
-                          "seconds": round(time.perf_counter() - start, 2)}), flush=True)
+        name = str(dtype).removeprefix("torch.")
+        print(json.dumps({"triton": triton.__version__, "tile": tile._asdict(), "dtype": name, "features": features,  # noqa: T201
+                          "planned_bytes": planned_bytes(tile, name), "local_accesses_in_loops": inner, **made.figures()}), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,27 @@ BM = gl.constexpr(64)  # rows of a consumer: one wgmma's
 
 
 @aggregate
+class Divisor:
+    """A number to divide by: x // d = (2x · m >> 32) >> s for 0 ≤ x < 2³¹, with s = ⌈log₂ d⌉ and m = ⌈2^(31 + s) / d⌉.
+
+    The compiler's own division is 30 instructions that wait for each other, several hundred clocks; a tile takes six in each consumer.
+    """
+
+    d: gl.tensor
+    m: gl.tensor  # its 32 bits, as a signed number
+    s: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, d, m, s):
+        self.d, self.m, self.s = d, m, s
+
+    @gluon.jit
+    def into(self, x):
+        """x // d."""
+        return (gl.umulhi((2 * x).to(gl.uint32), self.m.to(gl.uint32)) >> self.s.to(gl.uint32)).to(gl.int32)
+
+
+@aggregate
 class Call:
     """The sizes of the call and how it is cut into tiles; then what the kernel is built for.
 
@@ -22,19 +43,18 @@ class Call:
     cu_k: gl.tensor
     len_q: gl.tensor  # rows of a sequence, or of the whole packed tensor
     len_k: gl.tensor
-    heads: gl.tensor
-    group_k: gl.tensor  # query heads that share a head of k, of v
-    group_v: gl.tensor
-    tiles: gl.tensor  # query tiles a sequence
-    section: gl.tensor  # heads whose tiles are taken together, and their tiles
-    section_tiles: gl.tensor
-    last_section: gl.tensor  # the index of the last section, and its heads
-    last_heads: gl.tensor
+    heads: Divisor
+    group_k: Divisor  # query heads that share a head of k, of v
+    group_v: Divisor
+    tiles: Divisor  # query tiles a sequence
+    early_heads: gl.tensor  # heads before the last section
+    early_tiles: gl.tensor  # and their tiles
+    last_heads: Divisor  # heads of the last section
     total: gl.tensor  # tiles of the call
     behind: gl.tensor  # row i sees keys from i + behind to i + ahead, looked at only if LEFT, RIGHT; packed, plus keys − rows of its
     ahead: gl.tensor  # sequence unless TOP_LEFT
     taken: gl.tensor  # tiles taken beyond the first of each thread block; 0 before and after the launch
-    failed: gl.tensor  # (tiles, consumers): must be repeated
+    failed: gl.tensor  # (tiles, consumers): must be repeated; then (thread blocks,): must any of its tiles
     chain: gl.tensor  # (tiles,): the tile its thread block took before it
     NC: gl.constexpr  # consumer warpgroups
     BN: gl.constexpr  # keys a block
@@ -47,19 +67,25 @@ class Call:
     RIGHT: gl.constexpr
     ONLINE: gl.constexpr
     PING_PONG: gl.constexpr
-    OWN_O: gl.constexpr  # o leaves through memory of its own
+    QUERIES: gl.constexpr  # slots for tiles of q
+    PIECES: gl.constexpr  # in which o leaves
 
     @gluon.constexpr_function
-    def __init__(self, cu_q, cu_k, len_q, len_k, heads, group_k, group_v, tiles, section, section_tiles, last_section, last_heads, total,
-                 behind, ahead, taken, failed, chain, NC, BN, STAGES, D1, V1, PACKED, TOP_LEFT, LEFT, RIGHT, ONLINE, PING_PONG, OWN_O):
+    def __init__(self, cu_q, cu_k, len_q, len_k, heads, group_k, group_v, tiles, early_heads, early_tiles, last_heads, total,
+                 behind, ahead, taken, failed, chain, NC, BN, STAGES, D1, V1, PACKED, TOP_LEFT, LEFT, RIGHT, ONLINE, PING_PONG,
+                 QUERIES, PIECES):
         self.cu_q, self.cu_k, self.len_q, self.len_k, self.heads = cu_q, cu_k, len_q, len_k, heads
         self.group_k, self.group_v = group_k, group_v
-        self.tiles, self.section, self.section_tiles = tiles, section, section_tiles
-        self.last_section, self.last_heads = last_section, last_heads
+        self.tiles, self.early_heads, self.early_tiles, self.last_heads = tiles, early_heads, early_tiles, last_heads
         self.total, self.behind, self.ahead, self.taken, self.failed, self.chain = total, behind, ahead, taken, failed, chain
         self.NC, self.BN, self.STAGES, self.D1, self.V1 = map(gl.constexpr, (NC, BN, STAGES, D1, V1))
         self.PACKED, self.TOP_LEFT, self.LEFT, self.RIGHT = map(gl.constexpr, (PACKED, TOP_LEFT, LEFT, RIGHT))
-        self.ONLINE, self.PING_PONG, self.OWN_O = map(gl.constexpr, (ONLINE, PING_PONG, OWN_O))
+        self.ONLINE, self.PING_PONG, self.QUERIES, self.PIECES = map(gl.constexpr, (ONLINE, PING_PONG, QUERIES, PIECES))
+
+    @gluon.jit
+    def slot(self, told):
+        """(the first consumer's slot of q, its parity) of the `told`-th word."""
+        return told % self.QUERIES * self.NC, (told // self.QUERIES) & 1
 
     @gluon.jit
     def another(self):
@@ -72,19 +98,20 @@ class Call:
 
     @gluon.jit
     def place(self, tile):
-        """(batch, head, first row) of a tile. The tiles of a section of heads follow each other, those with the most keys first: the
-        section's K and V stay in L2, and what is left for the end is small."""
-        part = gl.minimum(tile // self.section_tiles, self.last_section)
-        within, width = tile - part * self.section_tiles, self.section
-        if part == self.last_section:
-            width = self.last_heads
-        r = within // width
-        bh = part * self.section + within - r * width
-        b = bh // self.heads
+        """(batch, head, first row) of a tile. The tiles of a head follow each other, those with the most keys first: its k and v are read
+        by many thread blocks at the same time, and whoever is free takes the next one. The heads of the last section are taken together,
+        so that what is left for the end is small."""
+        if tile < self.early_tiles:
+            bh = self.tiles.into(tile)
+            r = tile - bh * self.tiles.d
+        else:
+            r = self.last_heads.into(tile - self.early_tiles)
+            bh = self.early_heads + tile - self.early_tiles - r * self.last_heads.d
+        b = self.heads.into(bh)
         first = r * (self.NC * BM)
         if self.RIGHT:
-            first = (self.tiles - r) * (self.NC * BM) - self.NC * BM
-        return b, bh - b * self.heads, first
+            first = (self.tiles.d - r) * (self.NC * BM) - self.NC * BM
+        return b, bh - b * self.heads.d, first
 
     @gluon.jit
     def lengths(self, b):

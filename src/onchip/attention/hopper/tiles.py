@@ -8,8 +8,9 @@ class Tile(NamedTuple):
     """How the forward is built for q and k of up to `dim` = d0 + d1 and v of up to `dim_v` = v0 + v1.
 
     Triton's tensors are powers of two, so that other widths come in two parts. `consumers` warpgroups of 64 rows each meet `keys` keys at a
-    time; K and V have `stages` slots each. `own_o`: o leaves through shared memory of its own, so that the next q can arrive meanwhile.
-    Registers a thread: consumers get `registers[0]`, the producer `registers[1]`; together the 64 K of an SM.
+    time; K and V have `stages` slots each, q has `queries`: with two the next tile's arrives before this one's is done with. o leaves
+    through shared memory in `pieces`, left and right half if two. Registers a thread: consumers get `registers[0]`, the producer
+    `registers[1]`; together the 64 K of an SM. `reach`: the longest sequences the row is meant for, full and causal.
     """
 
     d0: int
@@ -19,9 +20,11 @@ class Tile(NamedTuple):
     consumers: int
     keys: int
     stages: int
-    own_o: bool
+    queries: int
+    pieces: int
     ping_pong: bool
     registers: tuple[int, int]
+    reach: tuple[int, int] = (1 << 31, 1 << 31)
 
     @property
     def dim(self) -> int:
@@ -46,25 +49,27 @@ class Tile(NamedTuple):
     @property
     def buffers(self) -> int:
         """Bytes of q, k, v and o tiles in shared memory."""
-        q, o = self.rows * self.dim, self.rows * self.dim_v * self.own_o
+        q, o = self.rows * self.dim * self.queries, self.rows * self.dim_v // self.pieces
         return 2 * (q + o + self.stages * self.keys * (self.dim + self.dim_v))
 
     @property
     def barriers(self) -> int:
-        """Bytes of mbarriers: full and empty of q, turns (each a consumer), full and empty of k and v (each a stage), the verdict."""
-        return 8 * (3 * self.consumers + 4 * self.stages + 1)
+        """Bytes of mbarriers: full and empty of q (a slot and consumer), of k and v (a stage), turns (a consumer), the verdict."""
+        return 8 * ((2 * self.queries + 1) * self.consumers + 4 * self.stages + 1)
 
 
 FORWARD = (
-    Tile(64, 0, 64, 0, consumers=3, keys=128, stages=3, own_o=True, ping_pong=True, registers=(160, 32)),
-    Tile(64, 32, 64, 32, consumers=2, keys=128, stages=3, own_o=True, ping_pong=True, registers=(240, 24)),
-    Tile(128, 0, 128, 0, consumers=2, keys=128, stages=2, own_o=True, ping_pong=True, registers=(240, 24)),
-    Tile(128, 64, 128, 0, consumers=2, keys=128, stages=2, own_o=False, ping_pong=True, registers=(240, 24)),
-    Tile(128, 64, 128, 64, consumers=2, keys=64, stages=2, own_o=True, ping_pong=True, registers=(240, 24)),
-    Tile(256, 0, 256, 0, consumers=2, keys=64, stages=2, own_o=False, ping_pong=True, registers=(240, 24)),
+    # Short sequences: a tile of 192 rows has a third of its pairs above a causal diagonal, and 512 rows are no multiple of it.
+    Tile(64, 0, 64, 0, consumers=2, keys=128, stages=4, queries=2, pieces=1, ping_pong=True, registers=(240, 24), reach=(512, 2048)),
+    Tile(64, 0, 64, 0, consumers=3, keys=128, stages=3, queries=2, pieces=1, ping_pong=True, registers=(160, 32)),
+    Tile(64, 32, 64, 32, consumers=2, keys=128, stages=3, queries=2, pieces=1, ping_pong=True, registers=(240, 24)),
+    Tile(128, 0, 128, 0, consumers=2, keys=128, stages=2, queries=2, pieces=1, ping_pong=True, registers=(240, 24)),
+    Tile(128, 64, 128, 0, consumers=2, keys=128, stages=2, queries=1, pieces=2, ping_pong=True, registers=(240, 24)),
+    Tile(128, 64, 128, 64, consumers=2, keys=64, stages=2, queries=1, pieces=1, ping_pong=True, registers=(240, 24)),
+    Tile(256, 0, 256, 0, consumers=2, keys=64, stages=2, queries=1, pieces=2, ping_pong=True, registers=(240, 24)),
 )
 
 
-def forward(dim: int, dim_v: int) -> Tile:
-    """The first row of the table wide enough; TMA fills what a head lacks with zeros."""
-    return next(tile for tile in FORWARD if tile.dim >= dim and tile.dim_v >= dim_v)
+def forward(dim: int, dim_v: int, seq: int = 1, causal: bool = False) -> Tile:
+    """The first row of the table wide enough that is meant for sequences this long; TMA fills what a head lacks with zeros."""
+    return next(tile for tile in FORWARD if tile.dim >= dim and tile.dim_v >= dim_v and seq <= tile.reach[causal])
