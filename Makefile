@@ -4,13 +4,14 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help ladder test lint types unit test-gpu test-gpu-big test-gpu-rest sanitize clean
+.PHONY: help ladder test lint types unit test-gpu test-gpu-big test-gpu-rest sanitize readme clean
 
 help:
 	@echo "make ladder    set up and climb the ladder on a real model's q, k, v"
 	@echo "make test      set up and run lint, types and the whole suite"
 	@echo "make test-gpu  the operators' suite on this machine's GPU"
 	@echo "make sanitize  its kernels under compute-sanitizer"
+	@echo "make readme    the tables of README and docs, anew from benchmarks/results"
 	@echo "make clean     remove $(VENV) and caches"
 
 $(VENV)/.base: pyproject.toml constraints.txt
@@ -46,10 +47,13 @@ test-gpu-big: $(VENV)/.dev
 
 test-gpu-rest: $(VENV)/.dev
 	$(BIN)/python -m pytest --numprocesses auto -m "not big" --deselect tests/attention/test_hopper_compile.py \
-	    --deselect tests/attention/test_triton_compile.py tests/gpu tests/attention tests/softmax
+	    --deselect tests/attention/test_triton_compile.py tests/gpu tests/attention tests/softmax tests/lab/test_card.py
 
 sanitize: $(VENV)/.dev
 	$(BIN)/python benchmarks/sanitize.py
+
+readme: $(VENV)/.dev
+	$(BIN)/python benchmarks/docs.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -1,103 +1,201 @@
-"""Compile a Triton kernel for a card that is not here, and read what the compiler made of it: registers, spills, shared memory, SASS.
+"""Compile Triton and Gluon kernels for a card that is not here, and read what the compiler made of them.
 
-No GPU is needed: Triton carries `ptxas` and `cuobjdump`. It must not run under the interpreter (``TRITON_INTERPRET`` unset when Triton is
-first imported), where kernels are plain Python.
+`offline` makes every launch inside it compile for the card named, by the very path a launch takes, and start nothing: a kernel's own host
+code, given tensors on device 'meta', says what a call would run there. No GPU is needed: Triton brings `ptxas`, whose report gives
+registers and spills, and as a rule `cuobjdump`; without that, instructions are counted in the PTX. It cannot work under the interpreter
+(``TRITON_INTERPRET``), where kernels are plain Python.
 """
+import io
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from itertools import count as numbers
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
-import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.tools.tensor_descriptor import TensorDescriptor
+from triton.runtime.jit import JITFunction
 
-TYPES = {
-    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.bool: "i1",
-    torch.int8: "i8", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
-}
+from onchip.errors import InputError, require
 
-# What tells fast code from slow in a disassembly. HGMMA: Hopper's asynchronous matmul; WARPGROUP.DEPBAR: a wait for one (as many waits as
-# HGMMA means ptxas serialised them); HMMA: the older matmul; UTMALDG: a bulk tensor load; LDGSTS: a load straight into shared memory.
+
+class Instruction(NamedTuple):
+    """What tells fast code from slow: patterns that find it, and what it is."""
+
+    sass: str
+    ptx: str
+    what: str
+
+
+# As many waits for wgmma as wgmma mean that ptxas serialised them. Registers are spilled by ptxas: PTX does not show it.
 INSTRUCTIONS = {
-    "HGMMA": r"\bHGMMA", "DEPBAR": r"\bWARPGROUP\.DEPBAR", "HMMA": r"\bHMMA", "FFMA": r"\bFFMA", "EX2": r"\bMUFU\.EX2", "SHFL": r"\bSHFL",
-    "UTMALDG": r"\bUTMALDG", "LDGSTS": r"\bLDGSTS", "LDG": r"\bLDG\b", "STG": r"\bSTG\b", "LDS": r"\bLDS\b", "STS": r"\bSTS\b",
-    "LDL": r"\bLDL", "STL": r"\bSTL", "BAR": r"\bBAR\.SYNC", "RED": r"\b(?:RED|ATOM|UTMAREDG)",
+    "HGMMA": Instruction(r"\bHGMMA", r"\bwgmma\.mma_async", "wgmma"),
+    "DEPBAR": Instruction(r"\bWARPGROUP\.DEPBAR", r"\bwgmma\.wait_group", "waits for wgmma"),
+    "UTCMMA": Instruction(r"\bUTC\w*MMA", r"\btcgen05\.mma", "tcgen05.mma"),
+    "HMMA": Instruction(r"\bHMMA", r"\bmma\.sync", "mma.sync"),
+    "FFMA": Instruction(r"\bFFMA", r"\bfma\.rn(?:\.ftz)?\.f32", "fp32 multiply-add"),
+    "MUFU": Instruction(r"\bMUFU", r"\b(?:ex2|lg2|rcp|rsqrt|sqrt|tanh|sin|cos)\.approx", "exp2, 1/x, …"),
+    "EX2": Instruction(r"\bMUFU\.EX2", r"\bex2\.approx", "of these exp2"),
+    "SHFL": Instruction(r"\bSHFL", r"\bshfl\.sync", "shuffles"),
+    "BAR": Instruction(r"\bBAR\.SYNC", r"\bbar(?:rier)?\.sync", "barriers of warps"),
+    "SYNCS": Instruction(r"\bSYNCS", r"\bmbarrier\.", "mbarriers"),
+    "UTMALDG": Instruction(r"\bUTMALDG", r"\bcp\.async\.bulk\.tensor\S*shared::\w+\.global", "TMA loads"),
+    "UTMASTG": Instruction(r"\bUTMASTG", r"\bcp\.async\.bulk\.tensor\S*global\.shared", "TMA stores"),
+    "LDGSTS": Instruction(r"\bLDGSTS", r"\bcp\.async\.c[ag]", "cp.async"),
+    "LDSM": Instruction(r"\bLDSM", r"\bldmatrix", "ldmatrix"),
+    "LDG": Instruction(r"\bLDG\b", r"\bld(?:\.volatile)?\.global", "global loads"),
+    "STG": Instruction(r"\bSTG\b", r"\bst(?:\.volatile)?\.global", "global stores"),
+    "LDS": Instruction(r"\bLDS\b", r"\bld(?:\.volatile)?\.shared", "shared loads"),
+    "STS": Instruction(r"\bSTS\b", r"\bst(?:\.volatile)?\.shared", "shared stores"),
+    "LDL": Instruction(r"\bLDL", r"\bld\.local", "local loads"),
+    "STL": Instruction(r"\bSTL", r"\bst\.local", "local stores"),
+    "RED": Instruction(r"\b(?:RED|ATOM|UTMAREDG)", r"\b(?:red|atom)\.", "atomics"),
 }
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One compiled kernel. Bytes are per block (`shared`) or per thread (`stack`); `counts` is static, by the names in `INSTRUCTIONS`."""
+    """One compiled kernel. Bytes are per block (`shared`) or per thread (`stack`, `spill_…`); `counts` is static, by `INSTRUCTIONS`."""
 
-    shared: int
-    registers: int
+    name: str
+    constants: Mapping[str, Any]  # what is compiled in by name, and Triton's options
+    threads: int  # a block
+    registers: int  # a thread; with warp specialisation, before the warps trade them
     stack: int
+    spill_stores: int
+    spill_loads: int
+    shared: int
     counts: Mapping[str, int]
+    counted_in: str  # 'SASS', or 'PTX' where there is no disassembler
     notes: tuple[str, ...]  # ptxas's remarks on performance, such as serialised wgmma
-    sass: str
+    seconds: float  # to compile
+    ptx: str
+    sass: str  # '' where there is no disassembler
 
     @property
     def loops(self) -> list[dict[str, int]]:
-        """The counts of each innermost loop, in program order."""
+        """The counts of each innermost loop, in program order; none without SASS."""
         code = [(int(address, 16), text) for address, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]*);", self.sass)]
         jumps = [(int(target[1], 16), at) for at, text in code if (target := re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text))]
         bodies = [(first, last) for first, last in jumps if first < last]
         inner = [body for body in bodies if not any(other != body and body[0] <= other[0] and other[1] <= body[1] for other in bodies)]
         return [count("\n".join(text for at, text in code if first <= at <= last)) for first, last in sorted(inner)]
 
+    def figures(self) -> dict[str, Any]:
+        """As JSON takes them."""
+        return {
+            "kernel": self.name, "threads": self.threads, "registers": self.registers, "spill_stores": self.spill_stores,
+            "spill_loads": self.spill_loads, "stack_bytes": self.stack, "shared_bytes": self.shared, "wgmma": self.counts["HGMMA"],
+            "mma": self.counts["HMMA"], "instructions": dict(self.counts), "counted_in": self.counted_in, "ptxas_notes": list(self.notes),
+            "compile_s": round(self.seconds, 3),
+        }
 
-def count(sass: str) -> dict[str, int]:
-    """Instructions of each kind in a disassembly."""
-    return {name: len(re.findall(pattern, sass)) for name, pattern in INSTRUCTIONS.items()}
+
+def count(text: str, language: str = "SASS") -> dict[str, int]:
+    """Instructions of each kind in a disassembly, or in PTX."""
+    return {name: len(re.findall(one.sass if language == "SASS" else one.ptx, text)) for name, one in INSTRUCTIONS.items()}
 
 
-def compile_offline(kernel: Any, args: Mapping[str, Any], capability: int, **options: Any) -> Compiled:
-    """Compile `kernel` as a launch with `args` (by name) would on compute capability `capability` (90 = Hopper, 80 and 86 = Ampere).
+class _Card:
+    """Stands for the driver of a card. Each has a device number of its own, because kernels keep what they compiled by device."""
+
+    unused = numbers(1 << 20)
+
+    def __init__(self, arch: int) -> None:
+        self.target, self.device = GPUTarget("cuda", arch, 32), next(self.unused)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def offline(arch: int) -> Iterator[list[Compiled]]:
+    """While open, a launch of a Triton or Gluon kernel compiles it for compute capability `arch` (90 = 9.0) and does nothing else.
+
+    Gives the list that every kernel is added to when it is first compiled. A launch returns None, as under the interpreter. Raises
+    `InputError` under the interpreter, and for a kernel that Triton cannot compile for that architecture.
+    """
+    require(not knobs.runtime.interpret, "TRITON_INTERPRET", "1", "unset or 0: kernels do not compile under the interpreter")
+    made: dict[int, Any] = {}
+    launched: list[Compiled] = []
+    run = JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        log, start = io.StringIO(), time.perf_counter()
+        try:
+            with redirect_stdout(log):
+                compiled = run(kernel, *args, grid=grid, warmup=True, **options)
+        except (triton.CompilationError, triton.runtime.errors.PTXASError, RuntimeError) as error:
+            raise InputError(f"arch: got sm_{arch}, which Triton {triton.__version__} cannot compile {kernel.fn.__name__} for: "
+                             f"{_last_line(error)}") from error
+        seconds = time.perf_counter() - start
+        if id(compiled) not in made:
+            runtime = {parameter.name for parameter in kernel.params if not parameter.is_constexpr}
+            constants = {**dict(zip(kernel.arg_names, args, strict=False)), **options}
+            constants = {name: value for name, value in constants.items() if name not in runtime}
+            made[id(compiled)] = compiled  # kept, so that no other takes its place in memory
+            launched.append(_read(compiled, log.getvalue(), constants, seconds))
+
+    with ExitStack() as stack:
+        for part in (knobs.compilation, knobs.nvidia):
+            stack.enter_context(part.scope())
+        knobs.compilation.always_compile = True  # a kernel from the cache comes without ptxas's report
+        knobs.nvidia.dump_ptxas_log = True
+        stack.enter_context(patch.object(triton.runtime.driver, "_active", _Card(arch)))
+        stack.enter_context(patch.object(JITFunction, "run", compile_only))
+        yield launched
+
+
+def compile_offline(kernel: Any, args: Mapping[str, Any], arch: int, **options: Any) -> Compiled:
+    """Compile `kernel` as a launch with `args` (by name) would on compute capability `arch` (90 = Hopper, 80 and 86 = Ampere).
 
     Tensors may be on any device, 'meta' included: only dtype and alignment count. `options` are Triton's (num_warps, num_stages, …).
     """
-    signature: dict[str, Any] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], Any] = {}
-    for index, parameter in enumerate(kernel.params):
-        value = args[parameter.name]
-        if parameter.is_constexpr or value is None:
-            signature[parameter.name] = "constexpr"
-            constants[(index,)] = value
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = "*" + TYPES[value.dtype]
-            if value.is_meta or value.data_ptr() % 16 == 0:
-                attributes[(index,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, TensorDescriptor):
-            signature[parameter.name] = f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape}>"
-        else:
-            signature[parameter.name] = parameter.annotation_type or ("fp32" if isinstance(value, float) else "i32")
-    source = ASTSource(kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return _read(compiled.asm["cubin"], compiled.asm["ptx"], compiled.metadata.shared)
+    with offline(arch) as launched:
+        kernel[(1,)](**{name: args[name] for name in kernel.arg_names if name not in options}, **options)
+    return launched[0]
 
 
-def _read(cubin: bytes, ptx: str, shared: int) -> Compiled:
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    with tempfile.TemporaryDirectory() as folder:
-        binary, assembly = Path(folder, "kernel.cubin"), Path(folder, "kernel.ptx")
-        binary.write_bytes(cubin)
-        assembly.write_text(ptx)
-        sass = _run(tools / "cuobjdump", "--dump-sass", binary)
-        usage = _run(tools / "cuobjdump", "--dump-resource-usage", binary)
-        arch = re.search(r"^\.target (sm_\w+)", ptx, re.MULTILINE)
-        remarks = _run(tools / "ptxas", "-v", "--gpu-name", arch[1], assembly, "-o", Path(folder, "again.cubin")) if arch else ""
-    registers, stack = (int(found[1]) if (found := re.search(rf"{name}:(\d+)", usage)) else 0 for name in ("REG", "STACK"))
-    notes = tuple(line.split(": ", 1)[1].strip() for line in remarks.splitlines() if re.search(r"\(C75\d\d\)", line))
-    return Compiled(shared, registers, stack, count(sass), notes, sass)
+def _last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
 
 
-def _run(*command: Any) -> str:
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=True)
-    return done.stdout + done.stderr
+def _read(compiled: Any, log: str, constants: Mapping[str, Any], seconds: float) -> Compiled:
+    def reported(pattern: str) -> int:
+        return sum(map(int, re.findall(pattern, log)))
+
+    ptx, sass = compiled.asm["ptx"], _disassemble(compiled.asm["cubin"])
+    threads = re.search(r"^\.(?:req|max)ntid (\d+)", ptx, re.MULTILINE)
+    return Compiled(
+        name=compiled.metadata.name, constants=constants,
+        threads=int(threads[1]) if threads else 32 * compiled.metadata.num_warps,
+        registers=reported(r"Used (\d+) registers"), stack=reported(r"(\d+) bytes stack frame"),
+        spill_stores=reported(r"(\d+) bytes spill stores"), spill_loads=reported(r"(\d+) bytes spill loads"),
+        shared=compiled.metadata.shared, counts=count(sass) if sass else count(ptx, "PTX"), counted_in="SASS" if sass else "PTX",
+        notes=tuple(line.split(": ", 1)[1].strip() for line in log.splitlines() if re.search(r"\(C75\d\d\)", line)),
+        seconds=seconds, ptx=ptx, sass=sass)
+
+
+def _disassemble(cubin: bytes) -> str:
+    """SASS by the `cuobjdump` that Triton brings; '' where that is missing."""
+    try:
+        tool = knobs.nvidia.cuobjdump.path
+    except RuntimeError:
+        return ""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, "--dump-sass", file.name], capture_output=True, text=True, check=True).stdout

@@ -17,7 +17,7 @@ app = typer.Typer(
 )
 
 # In the order a newcomer would want them; each module defines `register(app)`.
-COMMANDS = ("ladder", "roofline", "plan", "banks", "simulate", "explain", "verify")
+COMMANDS = ("ladder", "roofline", "plan", "banks", "simulate", "explain", "inspect", "lab", "report", "verify")
 
 
 @app.callback(invoke_without_command=True)

@@ -1,6 +1,7 @@
 """The options that describe an attention problem, a tile and a GPU: written once, worded alike in every command."""
 import re
-from typing import Annotated
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,6 +11,9 @@ from onchip.roofline.dtypes import parse_dtype
 from onchip.roofline.hardware import GPU
 from onchip.roofline.roofs import tile_on
 from onchip.roofline.shape import AttentionShape
+
+if TYPE_CHECKING:
+    from onchip.attention.problem import AttentionProblem
 
 SeqOption = Annotated[int, typer.Option("--seq", help="Sequence length N: queries, and keys unless --seq-k is given.",
                                         rich_help_panel="Problem")]
@@ -32,6 +36,17 @@ DtypeOption = Annotated[str, typer.Option("--dtype", help="Format of Q, K, V and
 GpuOption = Annotated[str, typer.Option("--gpu", help="A card by name (h200, a100-80gb, rtx-4090 …) or by numbers: "
                                                       "'sms=132,clock_ghz=1.83,dram_gbps=4800,l2_mib=60,bf16_tflops=989'.")]
 TileOption = Annotated[str, typer.Option("--tile", metavar="BRxBC", help="Query rows × keys of a tile.")]
+
+_FEATURES = "Features"  # panel of the help page
+SoftcapOption = Annotated[float | None, typer.Option("--softcap", help="Cap c of c·tanh(s / c).", rich_help_panel=_FEATURES,
+                                                     show_default="none")]
+DropoutOption = Annotated[float, typer.Option("--dropout", help="Probability of dropping a weight.", rich_help_panel=_FEATURES)]
+BiasOption = Annotated[bool, typer.Option("--bias", help="An additive bias.", rich_help_panel=_FEATURES)]
+MaskOption = Annotated[bool, typer.Option("--mask", help="A boolean mask.", rich_help_panel=_FEATURES)]
+AlibiOption = Annotated[bool, typer.Option("--alibi", help="ALiBi slopes.", rich_help_panel=_FEATURES)]
+SinksOption = Annotated[bool, typer.Option("--sinks", help="Learned sinks.", rich_help_panel=_FEATURES)]
+VarlenOption = Annotated[bool, typer.Option("--varlen", help="Packed sequences; --seq is the longest, --batch their number.",
+                                            rich_help_panel=_FEATURES)]
 
 
 def parse_window(text: str | None) -> tuple[int | None, int | None]:
@@ -63,6 +78,17 @@ def build_shape(seq: int, seq_k: int | None, head_dim: int, head_dim_v: int | No
         require(value is None or value >= 1, option, value, "a whole number ≥ 1")
     mode = "top-left" if top_left else "bottom-right" if causal else None
     return AttentionShape(seq, seq_k or seq, head_dim, head_dim_v or head_dim, batch, heads, kv_heads or heads, mode, parse_window(window))
+
+
+def build_problem(shape: AttentionShape, dtype: str, device: str, softcap: float | None, dropout: float, bias: bool, mask: bool,
+                  alibi: bool, sinks: bool, varlen: bool) -> "AttentionProblem":
+    """The `AttentionProblem` of that shape with those features, which needs torch; `InputError` names the option at fault."""
+    from onchip.attention.problem import AttentionProblem
+
+    require(0 <= dropout < 1, "--dropout", dropout, "a probability 0 ≤ p < 1")
+    require(softcap is None or softcap > 0, "--softcap", softcap, "a number > 0")
+    return AttentionProblem(**asdict(shape), dtype=parse_dtype(dtype), device=device, softcap=softcap, dropout_p=dropout, bias=bias,
+                            mask=mask, alibi=alibi, sinks=sinks, varlen=varlen, layout="packed" if varlen else "bhsd")
 
 
 def describe(shape: AttentionShape, dtype: str, tile: Tile | None = None) -> str:

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 from onchip.errors import InputError, require
 from onchip.roofline.dtypes import BYTES, parse_dtype
-from onchip.roofline.hardware import GPU
+from onchip.roofline.hardware import GPU, Architecture
 from onchip.roofline.shape import count_blocks
 
 FP32 = 4
@@ -265,19 +265,24 @@ def occupancy(footprint: Footprint, gpu: GPU) -> Occupancy:
     four schedulers evenly; a specialised block starts with an equal share of the register file for each thread (168 or 128) and moves
     them between warpgroups afterwards; a thread that wants more than its cap is given the cap.
     """
-    warps = count_blocks(footprint.threads, gpu.warp)
     if footprint.config.specialised:
         registers = gpu.registers_per_sm // footprint.threads // REGISTER_UNIT * REGISTER_UNIT
     else:
-        registers = _up(min(footprint.registers, register_cap(footprint, gpu)), REGISTER_UNIT)
-    warps_by_registers = gpu.registers_per_sm // (registers * gpu.warp) // 4 * 4
+        registers = min(footprint.registers, register_cap(footprint, gpu))
+    return resident(footprint.threads, registers, footprint.smem, gpu)
+
+
+def resident(threads: int, registers: int, smem: int, gpu: Architecture) -> Occupancy:
+    """`occupancy` of any kernel: threads and bytes of shared memory a block, registers a thread at the start."""
+    warps = count_blocks(threads, gpu.warp)
+    warps_by_registers = gpu.registers_per_sm // (_up(registers, REGISTER_UNIT) * gpu.warp) // 4 * 4
     limits = (
-        ("shared memory", gpu.smem_per_sm // (_up(footprint.smem, 128) + gpu.smem_reserved)),
+        ("shared memory", gpu.smem_per_sm // (_up(smem, 128) + gpu.smem_reserved)),
         ("registers", warps_by_registers // warps),
-        ("threads", gpu.max_threads_per_sm // footprint.threads),
+        ("threads", gpu.max_threads_per_sm // threads),
         ("block slots", gpu.max_blocks_per_sm),
     )
-    return Occupancy(limits, footprint.threads, gpu.max_threads_per_sm)
+    return Occupancy(limits, threads, gpu.max_threads_per_sm)
 
 
 def row_fits(n: int, dtype: str, gpu: GPU, rows: int = 1) -> bool:

@@ -1,0 +1,40 @@
+// A [64][64] tile of fp16 in shared memory, laid out with PITCH halves from row to row and, with SWIZZLE, its 16-byte chunks XORed with the
+// row; read READS times over by one block of 8 warps.
+//
+// READ 0: down the columns, one half a lane: a warp's request is one column of 32 rows. READ 1: by ldmatrix, 16 rows × 32 bytes a request.
+// out[thread]: the sum of what the thread got; clocks[2 * warp], [2 * warp + 1]: the SM's clock before and after.
+#include "lab.cuh"
+
+constexpr int ROWS = 64, COLS = 64, WARPS = 8, READS = 16;
+
+__device__ inline int at(int row, int col) { return row * PITCH + (SWIZZLE ? col ^ row % 8 * 8 : col); }
+
+extern "C" __global__ void tile(const half* x, float* out, long long* clocks) {
+    __shared__ __align__(128) half s[ROWS * PITCH];
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int e = threadIdx.x; e < ROWS * COLS; e += blockDim.x) s[at(e / COLS, e % COLS)] = x[e];
+    __syncthreads();
+    float sum = 0.f;
+    long long start = clock64();
+    for (int read = 0; read < READS; ++read) {
+        if (READ == 0) {
+#pragma unroll
+            for (int i = 0; i < COLS / WARPS; ++i)
+                for (int row = 0; row < ROWS; row += 32) sum += to_float(load_shared(&s[at(row + lane, i * WARPS + warp)]));
+        } else {
+#pragma unroll
+            for (int i = 0; i < ROWS * COLS / 256 / WARPS; ++i) {
+                int block = i * WARPS + warp, row = block / (COLS / 16) * 16 + lane % 16, col = block % (COLS / 16) * 16 + lane / 16 * 8;
+                unsigned r[4];
+                ldmatrix_x4(r, &s[at(row, col)]);
+                for (int i = 0; i < 4; ++i) sum += to_float(half(r[i])) + to_float(half(r[i] >> 16));
+            }
+        }
+    }
+    long long end = clock64();
+    out[threadIdx.x] = sum;
+    if (lane == 0) {
+        clocks[2 * warp] = start;
+        clocks[2 * warp + 1] = end;
+    }
+}

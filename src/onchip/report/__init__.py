@@ -1,0 +1,1 @@
+"""The report page: results files in, one self-contained HTML page out."""
