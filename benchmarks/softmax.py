@@ -1,23 +1,31 @@
-"""Softmax forward and backward against torch and quack: correctness first, then time at the memory roof.
+"""Softmax and its family against torch and quack: correctness first, then time at the memory roof.
 
     python benchmarks/softmax.py --json benchmarks/results/h200/softmax.json
+    python benchmarks/softmax.py --only widths few --dtypes bf16
 
 Every call starts with its data out of L2 (buffers rotate, and a tensor exceeds it), implementations alternate call by call, and the median
-counts. Bytes are the compulsory ones: forward one read and one write of the tensor, backward two and one; the copy that sets the roof, one
-and one. A sleep in front of each call lets the host run ahead, so that what is timed is the card's work.
+counts. Bytes are the compulsory ones: forward one read and one write of the tensor, backward two and one, a selection or a sum one read;
+the copy that sets the roof, one and one. A sleep in front of each call lets the host run ahead, so that what is timed is the card's work;
+the small shapes are timed by the wall clock instead, the card's work and the host's together.
 """
 import argparse
 import importlib.metadata
 import json
 import statistics
 import sys
+import time
 from pathlib import Path
 
 import torch
 
-from onchip.softmax.api import softmax
+from onchip.softmax.api import logsumexp, softmax, softmax_topk
 
-WIDTHS = [2**k for k in range(10, 19)]
+WIDTHS = [2**k for k in range(8, 19)]
+ODD = [1000, 4095, 33000, 50257, 151936]
+FEW = [(1, 2**20), (4, 2**18)]
+CAUSAL = [(64, 1024, 1024), (16, 4096, 4096), (4, 8192, 8192), (64, 256, 16384)]
+TOPK = [(25_000, 5), (25_000, 8), (50_257, 8), (131_072, 5), (131_072, 8), (131_072, 16), (131_072, 64)]
+SMALL = [(8, 128), (64, 128), (512, 128), (4096, 128), (8, 1024), (64, 4096)]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CHECKED_ROWS = 8
 SLEEP = 500_000  # clocks, about 0.3 ms
@@ -43,6 +51,13 @@ def version(package):
         return None
 
 
+def buffers(shape, dtype, tensors=1):
+    """As many random tensors of each kind as make 2·L2, and at least one."""
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    sets = 1 + 2 * torch.cuda.get_device_properties(0).L2_cache_size // nbytes
+    return [[torch.randn(shape, device="cuda").to(dtype) for _ in range(sets)] for _ in range(tensors)]
+
+
 def errors(function, x, dy):
     """max |error| of y and dx against float64 over a few rows, relative to the largest value."""
     rows = torch.cat([torch.arange(CHECKED_ROWS), torch.arange(len(x) - CHECKED_ROWS, len(x))]).clamp(0, len(x) - 1)
@@ -51,6 +66,12 @@ def errors(function, x, dy):
     dx, = torch.autograd.grad(y, leaf, dy)
     right_dx, = torch.autograd.grad(right, exact, dy[rows].double())
     return [((a[rows].double() - b).abs().max() / b.abs().max()).item() for a, b in ((y.detach(), right.detach()), (dx, right_dx))]
+
+
+def demand(good, what):
+    """No speed is reported of what is wrong."""
+    if not good:
+        sys.exit(f"onchip is wrong: {what}; no speed is reported")
 
 
 def timed(calls, repeats):
@@ -69,62 +90,135 @@ def timed(calls, repeats):
     return {name: statistics.median(a.elapsed_time(b) for a, b in pairs) * 1e3 for name, pairs in samples.items()}
 
 
-def measure(n, dtype, elements, repeats):
-    """One shape: a list of result rows."""
+def rows_of(what, times, nbytes, passes, **facts):
+    """One result for each implementation; `passes`: tensors moved, by name or for all."""
+    return [{"pass": what, **facts, "name": name, "us": round(us, 2),
+             "tb_per_s": round((passes[name] if isinstance(passes, dict) else passes) * nbytes / us / 1e6, 3)}
+            for name, us in times.items()]
+
+
+def widths(n, dtype, elements, repeats):
+    """Forward and backward of rows of n elements, as many as make `elements`."""
     rows = max(1, elements // n)
-    l2 = torch.cuda.get_device_properties(0).L2_cache_size
     nbytes = rows * n * dtype.itemsize
-    sets = 1 + -(-2 * l2 // nbytes)
-    xs = [torch.randn(rows, n, device="cuda").to(dtype).requires_grad_() for _ in range(sets)]
-    dys = [torch.randn(rows, n, device="cuda").to(dtype) for _ in range(sets)]
-    functions, results = implementations(), []
+    xs, dys = buffers((rows, n), dtype, 2)
+    for x in xs:
+        x.requires_grad_()
+    functions, sets = implementations(), len(xs)
     wrong = {name: errors(f, xs[0], dys[0]) for name, f in functions.items()}
-    worst = 2 * max(wrong["torch"]) + 2 * torch.finfo(dtype).eps
-    if max(wrong["onchip"]) > worst:
-        sys.exit(f"onchip is wrong at {rows} × {n} {dtype}: relative errors {wrong['onchip']}, allowed {worst:.3g}; no speed is reported")
-    out = torch.empty_like(xs[0])
-    kept = {name: [f(x) for x in xs] for name, f in functions.items()}
+    demand(max(wrong["onchip"]) <= 2 * max(wrong["torch"]) + 2 * torch.finfo(dtype).eps, f"{rows} × {n} {dtype}: {wrong['onchip']}")
+    out, kept = torch.empty_like(xs[0]), {name: [f(x) for x in xs] for name, f in functions.items()}
 
     def backward(name):
         return lambda i: torch.autograd.grad(kept[name][i % sets], xs[i % sets], dys[i % sets], retain_graph=True)
 
+    copy = {"copy": lambda i: out.copy_(xs[i % sets])}
     with torch.no_grad():
-        forward_us = timed({"copy": lambda i: out.copy_(xs[i % sets])} | {
-            name: (lambda i, f=f: f(xs[i % sets])) for name, f in functions.items()}, repeats)
-    backward_us = timed({name: backward(name) for name in functions}, repeats)
-    for direction, times, tensors in (("forward", forward_us, 2), ("backward", backward_us, 3)):
-        for name, us in times.items():
-            error = wrong[name][direction == "backward"] if name in wrong else None
-            results.append({"pass": direction, "dtype": str(dtype)[6:], "rows": rows, "n": n, "name": name, "us": round(us, 2),
-                            "tb_per_s": round(tensors * nbytes / us / 1e6, 3), "relative_error": error})
-    return results
+        forward_us = timed(copy | {name: (lambda i, f=f: f(xs[i % sets])) for name, f in functions.items()}, repeats)
+    found = rows_of("forward", forward_us, nbytes, 2, rows=rows, n=n)
+    found += rows_of("backward", timed({name: backward(name) for name in functions}, repeats), nbytes, 3, rows=rows, n=n)
+    for result in found:
+        result["relative_error"] = wrong.get(result["name"], (None, None))[result["pass"] == "backward"]
+    return found
+
+
+def causal(shape, dtype, repeats):
+    """A triangle and a mask beside the plain kernel; bytes: what of x is seen, and the mask, are read, y is written."""
+    (xs,), rows, n = buffers(shape, dtype), shape[-2], shape[-1]
+    sets, mask = len(xs), torch.ones(rows, n, dtype=torch.bool, device="cuda").tril(n - rows)
+    right = torch.softmax(xs[0][:2].double().masked_fill(~mask, -torch.inf), -1)
+    for arguments in ({"causal": True}, {"mask": mask}):
+        wrong = (softmax(xs[0], **arguments)[:2].double() - right).abs().max().item()
+        demand(wrong <= 2 * torch.finfo(dtype).eps, f"{shape} {arguments.keys()}: {wrong}")
+    seen = mask.sum().item() / mask.numel()
+    times = timed({"plain": lambda i: softmax(xs[i % sets]),
+                   "causal": lambda i: softmax(xs[i % sets], causal=True), "mask": lambda i: softmax(xs[i % sets], mask=mask)}, repeats)
+    return rows_of("causal", times, xs[0].nbytes, {"plain": 2, "causal": 1 + seen, "mask": 1 + seen}, shape=list(shape))
+
+
+def selection(n, k, dtype, elements, repeats):
+    """`softmax_topk` beside torch's two calls; bytes: one read of x."""
+    (xs,), functions = buffers((elements // n, n), dtype), {
+        "onchip": lambda x: softmax_topk(x, k), "torch": lambda x: torch.topk(torch.softmax(x, -1), k), "copy": lambda x: x.clone()}
+    values, indices = softmax_topk(xs[0], k, dtype=torch.float32)
+    p = torch.softmax(xs[0][:64].double(), -1)
+    right = torch.sort(p, descending=True).values[:, :k]
+    demand(torch.equal(p.gather(-1, indices[:64]), right), f"places of the {k} largest of {n}")
+    demand((values[:64].double() - right).abs().max() <= 1e-6 * right.max(), f"values of the {k} largest of {n}")
+    times = timed({name: (lambda i, f=f: f(xs[i % len(xs)])) for name, f in functions.items()}, repeats)
+    return rows_of("topk", times, xs[0].nbytes, {"onchip": 1, "torch": 1, "copy": 2}, rows=elements // n, n=n, k=k)
+
+
+def sums(n, dtype, elements, repeats):
+    """`logsumexp` beside torch's; bytes: one read of x."""
+    (xs,), functions = buffers((elements // n, n), dtype), {"onchip": logsumexp, "torch": lambda x: torch.logsumexp(x, -1)}
+    right = torch.logsumexp(xs[0][:64].double(), -1)
+    demand((logsumexp(xs[0])[:64].double() - right).abs().max() <= 2 * torch.finfo(dtype).eps * right.abs().max(), f"sums of {n}")
+    times = timed({name: (lambda i, f=f: f(xs[i % len(xs)])) for name, f in functions.items()}, repeats)
+    return rows_of("logsumexp", times, xs[0].nbytes, 1, rows=elements // n, n=n)
+
+
+def small(shape, dtype, repeats):
+    """Wall time of an eager call, by implementation."""
+    x, samples = torch.randn(shape, device="cuda").to(dtype), {}
+    functions = {"onchip": lambda: softmax(x), "torch": lambda: torch.softmax(x, -1)}
+    demand(torch.allclose(softmax(x).double(), torch.softmax(x.double(), -1), rtol=0, atol=torch.finfo(dtype).eps), f"{shape}")
+    for round_ in range(repeats // 3 + 2):
+        for name, call in functions.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(200):
+                call()
+            torch.cuda.synchronize()
+            if round_ > 1:
+                samples.setdefault(name, []).append((time.perf_counter() - start) / 200 * 1e6)
+    times = {name: statistics.median(values) for name, values in samples.items()}
+    return rows_of("small", times, x.nbytes, 2, shape=list(shape))
+
+
+def measurements(dtype, options):
+    """(section, what is measured, function without arguments) of one dtype, in order."""
+    elements, repeats = options.elements, options.repeats
+    yield from (("widths", f"{n}", lambda n=n: widths(n, dtype, elements, repeats)) for n in options.widths or WIDTHS)
+    yield from (("odd", f"{n}", lambda n=n: widths(n, dtype, elements, repeats)) for n in ODD)
+    yield from (("few", f"{r} × {n}", lambda r=r, n=n: widths(n, dtype, r * n, repeats)) for r, n in FEW)
+    yield from (("topk", f"{n}, k {k}", lambda n=n, k=k: selection(n, k, dtype, elements, repeats)) for n, k in TOPK)
+    yield from (("causal", f"{shape}", lambda shape=shape: causal(shape, dtype, repeats)) for shape in CAUSAL)
+    yield from (("sums", f"{n}", lambda n=n: sums(n, dtype, elements, repeats)) for n in (1024, 8192, 131_072))
+    yield from (("small", f"{shape}", lambda shape=shape: small(shape, dtype, repeats)) for shape in SMALL)
 
 
 def main():
-    """Measure every width, print a table and write the JSON."""
+    """Measure, print a table and write the JSON."""
+    sections = ("widths", "odd", "few", "topk", "causal", "sums", "small")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
+    parser.add_argument("--only", nargs="+", choices=sections, default=sections, help="sections to run (default: all)")
+    parser.add_argument("--widths", type=int, nargs="+", help="other widths than 2^8 … 2^18")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--elements", type=int, default=2**27, help="elements of a tensor (default 2^27)")
     parser.add_argument("--repeats", type=int, default=30)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("benchmarks/softmax.py needs a CUDA device")
-    results = []
+    found = {"results": [], "others": []}  # rows by length, which the report draws, and everything else
     for dtype in options.dtypes:
-        for n in options.widths:
-            rows = measure(n, DTYPES[dtype], options.elements, options.repeats)
-            results += rows
-            for direction in ("forward", "backward"):
-                speeds = "  ".join(f"{r['name']} {r['tb_per_s']:.2f}" for r in rows if r["pass"] == direction)
-                print(f"{dtype} {rows[0]['rows']:>7} × {n:<7} {direction:<8} TB/s: {speeds}", flush=True)
+        for section, what, measure in measurements(DTYPES[dtype], options):
+            if section not in options.only:
+                continue
+            rows = [{"section": section, "dtype": str(DTYPES[dtype])[6:], **row} for row in measure()]
+            found["results" if section in ("widths", "odd") else "others"] += rows
+            for kind in dict.fromkeys(row["pass"] for row in rows):
+                figures = "  ".join(f"{r['name']} {r['tb_per_s']:.2f} ({r['us']:.1f} µs)" for r in rows if r["pass"] == kind)
+                print(f"{dtype} {section} {what:<16} {kind:<9} TB/s: {figures}", flush=True)
             torch.cuda.empty_cache()
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
         versions = {name: version(name) for name in ("torch", "triton", "quack-kernels")}
-        record = {"device": torch.cuda.get_device_name(), "versions": versions, "repeats": options.repeats, "results": results}
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        record = {"device": torch.cuda.get_device_name(), "versions": versions, "repeats": options.repeats, **found}
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        whole = options.json.with_suffix(".tmp")
+        whole.write_text(json.dumps(record, indent=1) + "\n")
+        whole.replace(options.json)
 
 
 if __name__ == "__main__":

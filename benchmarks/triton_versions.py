@@ -63,17 +63,19 @@ if __name__ == "__main__":
     parser.add_argument("--folder", type=Path, default=Path.home() / ".cache" / "onchip", help="where versions are installed")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="put what came out into this JSON; other versions there stay")
     options = parser.parse_args()
-    made = {}
+    failed = False
     for version in options.versions:
-        found = made[version] = compile_all(install(version, options.folder))
+        found = compile_all(install(version, options.folder))
         ones = found["configurations"]
         assert all(one["triton"] == version for one in ones), f"asked for Triton {version}, got {ones[0]['triton']}"
         print(f"Triton {version}: {len(ones)} configurations in {found['seconds']:.0f} s, "
               f"{sum(one['spill_stores'] + one['spill_loads'] > 0 for one in ones)} spill"
               + (f"; FAILED: {found['failed']}" if found["failed"] else ""), flush=True)
-    if options.output:
-        before = json.loads(options.output.read_text())["versions"] if options.output.exists() else {}
-        report = {"torch": torch.__version__, "python": platform.python_version(), "versions": dict(sorted({**before, **made}.items()))}
-        with whole_file(options.output) as temporary:
-            temporary.write_text(json.dumps(report, indent=1) + "\n")
-    sys.exit(any(found["failed"] for found in made.values()))
+        failed |= found["failed"] is not None
+        if options.output:  # each version as it is there: all of them take an hour
+            before = json.loads(options.output.read_text())["versions"] if options.output.exists() else {}
+            versions = dict(sorted({**before, version: found}.items()))
+            report = {"torch": torch.__version__, "python": platform.python_version(), "versions": versions}
+            with whole_file(options.output) as temporary:
+                temporary.write_text(json.dumps(report, indent=1) + "\n")
+    sys.exit(failed)

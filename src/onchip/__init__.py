@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 # name → the module that owns it
 _PUBLIC: dict[str, str] = {
     **dict.fromkeys(("attention", "attention_varlen", "explain", "merge_attention", "scaled_dot_product_attention"), "onchip.attention"),
-    **dict.fromkeys(("log_softmax", "softmax"), "onchip.softmax"),
+    **dict.fromkeys(("log_softmax", "logsumexp", "softmax", "softmax_topk"), "onchip.softmax"),
 }
 
 __all__ = ["__version__", *sorted(_PUBLIC)]

@@ -3,7 +3,8 @@ import pytest
 import torch
 
 from onchip.bench.memory import peak_extra_bytes
-from onchip.softmax.api import log_softmax, softmax
+from onchip.softmax.api import log_softmax, logsumexp, softmax, softmax_topk
+from onchip.softmax.triton import launch, plan
 from onchip.testing.softmax import agree
 from tests.softmax.conftest import _poison  # noqa: F401  used by every test here too
 
@@ -35,6 +36,107 @@ def run(x, dy, log=False, **arguments):
                                1_000_003])
 def test_every_width(n, dtype, log):
     agree(data(3, n, dtype=dtype), log=log)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(("rows", "n"), [(1, 1_048_576), (4, 262_144), (700, 33_001), (700, 65_536), (300, 151_936), (61, 1_000_003)])
+def test_long_rows_in_parts(rows, n, dtype, log):
+    """Groups of one block and of many, whole rounds and ragged ones; twice, since the second launch goes another way."""
+    x, dy = data(rows, n, dtype=dtype), data(rows, n, dtype=dtype)
+    first = run(x, dy, log)
+    assert any(getattr(made, "rounds", 0) for made in launch._LAUNCHES.values())
+    again = run(x, dy, log)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    for some in (slice(0, 1), slice(rows - 1, rows)):
+        right, right_dx = agree(x[some], log=log, dy=dy[some])
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(first[0][some], right, rtol=2 * eps, atol=0)
+        torch.testing.assert_close(first[1][some], right_dx, rtol=2 * eps, atol=2 * eps * right_dx.abs().max().item())
+
+
+def test_parts_are_taken_where_the_plan_says():
+    launch._LAUNCHES.clear()
+    for n in (8192, 8193, 65_536):
+        softmax(data(200, n, dtype=torch.bfloat16))
+    assert [made.rounds > 0 for made in launch._LAUNCHES.values()] == [n > plan.PARTS_BEYOND[8, False] for n in (8192, 8193, 65_536)]
+
+
+def test_groups_of_concurrent_streams_do_not_disturb_each_other():
+    xs, streams = [data(3, 500_000), data(40, 70_000), data(1, 1_048_576)], [torch.cuda.Stream() for _ in range(3)]
+    right = [softmax(x) for x in xs]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(20):
+        for x, stream in zip(xs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(softmax(x))
+    torch.cuda.synchronize()
+    assert all(torch.equal(y, right[i % 3]) for i, y in enumerate(found))
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("n", [33_001, 131_072])
+def test_what_is_special_stays_in_its_row_of_parts(n, poison):
+    x = data(5, n)
+    x[2, n // 2], x[3] = poison, -float("inf")
+    y = softmax(x)
+    torch.testing.assert_close(y, torch.softmax(x, -1), equal_nan=True, rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(logsumexp(x), torch.logsumexp(x, -1), equal_nan=True)
+    mask = torch.ones(5, n, dtype=torch.bool, device="cuda")
+    mask[2, n // 2] = mask[3, 0] = False
+    masked = softmax(x, mask=mask)
+    assert masked.isfinite().all()
+    assert (masked[3] == 0).all()
+
+
+@pytest.mark.parametrize("n", [1, 100, 4095, 8192, 33_001, 65_536, 300_000])
+def test_sums(n):
+    for dtype in (torch.bfloat16, torch.float32):
+        x, exact = data(70, n, dtype=dtype).requires_grad_(), data(70, n, dtype=dtype).double().requires_grad_()
+        y, right = logsumexp(x, dtype=torch.float32), torch.logsumexp(exact, -1)
+        torch.testing.assert_close(y.double(), right, rtol=1e-6, atol=1e-6)
+        g = data(70)
+        dx, right_dx = torch.autograd.grad(y, x, g)[0], torch.autograd.grad(right, exact, g.double())[0]
+        assert (dx.double() - right_dx).abs().max() <= 4 * torch.finfo(dtype).eps * right_dx.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize(("n", "k"), [(8, 2), (256, 8), (1024, 128), (5001, 8), (25_000, 5), (50_257, 64), (131_072, 16), (131_072, 128),
+                                      (1_048_576, 8)])
+def test_topk(n, k, dtype):
+    x = data(40, n, dtype=dtype)
+    for renormalize in (False, True):
+        values, indices = softmax_topk(x, k, dtype=torch.float32, renormalize=renormalize)
+        p = torch.softmax(x.double(), -1)
+        right = torch.sort(p, dim=-1, descending=True).values[:, :k]
+        assert torch.equal(p.gather(-1, indices), right)
+        assert (indices.sort(-1).values.diff() > 0).all()
+        right = right / right.sum(-1, keepdim=True) if renormalize else right
+        assert (values.double() - right).abs().max() <= 4 * torch.finfo(torch.float32).eps * right.max()
+
+
+@pytest.mark.parametrize("n", [100, 4095, 8192, 33_001, 65_536, 300_000])
+@pytest.mark.parametrize("log", [False, True])
+def test_in_place_equals_out_of_place(n, log):
+    x = data(50, n, dtype=torch.bfloat16)
+    right = FUNCTIONS[log](x)
+    assert FUNCTIONS[log](x, inplace=True) is x
+    assert torch.equal(x, right)
+
+
+def test_the_short_way_gives_what_the_long_way_gives():
+    for shape in ((8, 128), (3, 1000), (200, 50_257), (7, 65_536)):
+        x = data(*shape, dtype=torch.bfloat16)
+        ways = [softmax(x) for _ in range(3)]  # compiled, learnt, known
+        assert all(torch.equal(y, ways[0]) for y in ways)
+        assert len({y.data_ptr() for y in ways}) == 3
+    x = data(9, 128)
+    for _ in range(3):
+        with torch.autocast("cuda", dtype=torch.float16):
+            assert softmax(x.half()).dtype == torch.float32
+        assert softmax(x.half()).dtype == torch.float16
+    assert softmax(x.requires_grad_()).requires_grad
 
 
 @pytest.mark.parametrize("n", [100, 20_000, 100_000])
@@ -102,13 +204,15 @@ def test_strides_beyond_32_bits(strides, dim):
     agree(x, dim)
 
 
-def test_a_cuda_graph_replays_with_new_data():
-    x, dy = data(64, 50_000), data(64, 50_000)
+@pytest.mark.parametrize("n", [50_000, 300_000])  # groups of one block, and of many
+def test_a_cuda_graph_replays_with_new_data(n):
+    x, dy = data(64, n), data(64, n)
     run(x, dy)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = run(x, dy)
-    x.copy_(data(64, 50_000, size=1.0))
+    x.copy_(data(64, n, size=1.0))
+    graph.replay()
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(captured, run(x, dy), strict=True))
 

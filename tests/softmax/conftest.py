@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import torch
 
-from onchip.softmax.triton import rows
+from onchip.softmax.triton import launch, rows
 from onchip.softmax.triton.plan import Plan
 
 
@@ -17,15 +17,22 @@ def _poison():
     torch.use_deterministic_algorithms(False)
 
 
+def forget():
+    """What has been worked out for kinds of calls."""
+    rows.layout.cache_clear()
+    launch._LAUNCHES.clear()
+
+
 @pytest.fixture
 def force(monkeypatch):
     """`force(plan)`: that tile for every row from now on."""
     def use(chosen):
-        monkeypatch.setattr(rows.plans, "choose", lambda n, across: chosen)
-        rows.layout.cache_clear()
+        monkeypatch.setattr(rows.plans, "choose", lambda n, across, edges: chosen)
+        monkeypatch.setattr(rows.plans, "choose_parts", lambda *_: None)
+        forget()
 
     yield use
-    rows.layout.cache_clear()
+    forget()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from onchip.errors import InputError
-from onchip.softmax.api import log_softmax, softmax
+from onchip.softmax.api import log_softmax, softmax, softmax_topk
 from onchip.softmax.contract import check
 
 X = torch.zeros(2, 3)
@@ -37,11 +37,39 @@ X = torch.zeros(2, 3)
     (X, {"mask": torch.ones(2, dtype=torch.bool)}, InputError, r"mask: got shape \(2,\), .* x's \(2, 3\)"),
     (X, {"mask": torch.ones(4, 2, 3, dtype=torch.bool)}, InputError, r"mask: got shape \(4, 2, 3\)"),
     (X, {"mask": torch.ones(3, dtype=torch.bool, device="meta")}, InputError, "mask: got a tensor on meta"),
+    (X, {"bias": torch.ones(2, 3, dtype=torch.int32)}, TypeError, "bias: got torch.int32, accepted: a tensor of torch.float16"),
+    (X, {"bias": 1.0}, TypeError, "bias: got float"),
+    (X, {"bias": torch.ones(2)}, InputError, r"bias: got shape \(2,\), .* x's \(2, 3\)"),
+    (X, {"bias": torch.ones(3, device="meta")}, InputError, "bias: got a tensor on meta"),
+    (X, {"inplace": 1}, TypeError, "inplace: got 1"),
+    (X, {"inplace": True, "dtype": torch.float16}, InputError, "dtype: got torch.float16, accepted: x's own, torch.float32, with inplace"),
+    (X[:1].expand(2, 3), {"inplace": True}, InputError, r"inplace: got True for an x of strides \(0, 1\), elements of which share memory"),
+    (X.as_strided((2, 2), (1, 1)), {"inplace": True}, InputError, "share memory"),
+    (X.clone().requires_grad_(), {"inplace": True}, InputError, "inplace: got True where a gradient is asked for"),
+    (X, {"inplace": True, "bias": X.clone().requires_grad_()}, InputError, "inplace: got True where a gradient is asked for"),
     (X, {"backend": "cuda"}, InputError, "backend: got 'cuda', accepted: 'auto', 'triton', 'reference'"),
 ])
 def test_refusals(function, x, arguments, error, words):
     with pytest.raises(error, match=words):
         function(x, **arguments)
+
+
+@pytest.mark.parametrize(("x", "arguments", "error", "words"), [
+    (X, {"k": 4}, InputError, "k: got 4, accepted: 1 … 3 for rows of 3 elements"),
+    (X, {"k": 0}, InputError, "k: got 0"),
+    (torch.zeros(2, 200), {"k": 129}, InputError, "accepted: 1 … 128 for rows of 200"),
+    (X, {"k": 3, "dim": 0}, InputError, "for rows of 2 elements"),
+    (X, {"k": 1.5}, TypeError, "k: got 1.5"),
+    (X, {"k": True}, TypeError, "k: got True"),
+    (X, {"k": 1, "dim": 2}, IndexError, "dim: got 2"),
+    (X, {"k": 1, "renormalize": 1}, TypeError, "renormalize: got 1"),
+    (torch.arange(3), {"k": 1}, TypeError, "x: got torch.int64"),
+    ([1.0], {"k": 1}, TypeError, "x: got list"),
+    (torch.empty(1).expand(2**20 + 1), {"k": 1, "backend": "triton"}, InputError, "rows have 1048577 elements, .* takes up to 1048576"),
+])
+def test_refusals_of_a_selection(x, arguments, error, words):
+    with pytest.raises(error, match=words):
+        softmax_topk(x, **arguments)
 
 
 @pytest.mark.parametrize("scale", [2, np.float32(2), torch.tensor(2.0), 2.0])

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from onchip.softmax import triton as kernels
-from onchip.softmax.triton import plan
+from onchip.softmax.triton import launch, plan
 from onchip.testing.softmax import DEVICE, agree
+from tests.softmax.conftest import forget
 
-SOURCES = Path(kernels.__file__).parent
+SOURCES = Path(launch.__file__).parent
 
 
 def data(*shape, size=3.0):
@@ -29,40 +29,56 @@ def mutate(monkeypatch, tmp_path):
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, path.stem, module)
         spec.loader.exec_module(module)
-        monkeypatch.setattr(kernels, name, getattr(module, name))
+        monkeypatch.setattr(launch, name, module)
+        forget()
 
-    return replace
+    yield replace
+    forget()
 
 
 MUTANTS = {
-    "no maximum": ("forward", "_shift(tl.max(s, axis=1))", "_shift(tl.max(s, axis=1)) * 0.0", {"size": 40}),
-    "no guard for a row of −∞": ("forward", "tl.where(m == float(\"-inf\"), 0.0, m)", "m", {"mask": "empty"}),
-    "no value for an empty row": ("forward", "l = tl.where(l == 0.0, 1.0, l)", "l = l", {"mask": "empty"}),
-    "no scale": ("forward", "s *= scale", "s = s", {"scale": 0.5}),
-    "padding that counts": ("forward", "tl.where(keep, s, float(\"-inf\"))", "s", {}),
-    "no mask": ("forward", "!= 0", ">= 0", {"mask": "half"}),
-    "triangle shifted by one": ("forward", "columns <= (i0", "columns < (i0", {"causal": True}),
-    "triangle in the top left corner": ("forward", "(i0 + (n - n0))", "i0", {"causal": True}),
-    "maximum without the rescale": ("forward", "l * tl.exp(m_old - _shift(m)) +", "l +", {"streamed": True}),
-    "statistics without the last block": ("forward", "for block in range(blocks):", "for block in range(blocks - 1):", {"streamed": True}),
-    "result without the first block": ("forward", "for back in range(blocks):", "for back in range(blocks - 1):", {"streamed": True}),
-    "log without the sum": ("forward", "s - tl.log(l)[:, None]", "s", {"log": True}),
-    "gradient without the total": ("backward", "p * (d - total[:, None])", "p * d", {}),
-    "log gradient without the total": ("backward", "d - p * total[:, None]", "d", {"log": True}),
-    "gradient without the scale": ("backward", "dx *= scale", "dx = dx", {"scale": 0.5}),
-    "log gradient of hidden positions": ("backward", "tl.where(gone, 0.0, dx)", "dx", {"log": True, "mask": "half"}),
-    "gradient's total without a block": ("backward", "for block in range(blocks):", "for block in range(blocks - 1):", {"streamed": True}),
-    "total of the last block alone": ("backward", "total += tl.sum", "total = tl.sum", {"streamed": True}),
+    "no maximum": ("tile_forward", "m = tl.max(s, axis=1)", "m = tl.max(s, axis=1) * 0.0", {"size": 40}),
+    "no guard for a row of −∞": ("tile_forward", "m = tl.where(m == float(\"-inf\"), 0.0, m)", "m = m", {"mask": "empty"}),
+    "no value for an empty row": ("tile_forward", "l = tl.where(l == 0.0, 1.0, l)", "l = l", {"mask": "empty"}),
+    "no scale": ("tile_forward", "s *= scale", "s = s", {"scale": 0.5}),
+    "padding that counts": ("tile_forward", "tl.where(keep, s, float(\"-inf\"))", "s", {"scale": 0.5}),
+    "no mask": ("tile_forward", "!= 0", ">= 0", {"mask": "half"}),
+    "triangle shifted by one": ("tile_forward", "w - lead <= (i0", "w - lead < (i0", {"causal": True}),
+    "triangle in the top left corner": ("tile_forward", "(i0 + (n - n0))", "i0", {"causal": True}),
+    "maximum without the rescale": ("tile_forward", "l * _exp(m_old - _shift(m, WANTED)) +", "l +", {"streamed": True}),
+    "statistics without the last block": ("tile_forward", "for block in range(blocks):",
+                                           "for block in range(blocks - 1):", {"streamed": True}),
+    "result without the first block": ("tile_forward", "for back in range(blocks):", "for back in range(blocks - 1):", {"streamed": True}),
+    "log without the sum": ("tile_forward", "s - tl.log(l)[:, None]", "s", {"log": True}),
+    "padding that is not −∞": ("tile_forward", "other=float(\"-inf\"))", "other=0.0)", {}),
+    "bias that is not added": ("tile_forward", "s += tl.load(bias", "s += 0.0 * tl.load(bias", {"bias": True}),
+    "maximum without the ends": ("tile_forward", "m = tl.maximum(m, tl.max(s_ends, axis=1))", "m = m", {"n": 601, "late": True}),
+    "sum without the ends": ("tile_forward", "l += tl.sum(_exp(s_ends - shift[:, None]), axis=1)", "l += 0.0", {"n": 601}),
+    "ends that are not written": ("tile_forward", "mask=exists[:, None] & keep_ends)", "mask=keep_ends & (w_ends < 0))", {"n": 601}),
+    "gradient's total without the ends": ("tile_backward", "total += tl.sum(d_ends if LOG", "total += 0.0 * tl.sum(d_ends if LOG",
+                                          {"n": 601}),
+    "gradient without the total": ("tile_backward", "p * (d - total[:, None])", "p * d", {}),
+    "log gradient without the total": ("tile_backward", "d - p * total[:, None]", "d", {"log": True}),
+    "gradient without the scale": ("tile_backward", "dx *= scale", "dx = dx", {"scale": 0.5}),
+    "log gradient of hidden positions": ("tile_backward", "tl.where(gone, 0.0, dx)", "dx", {"log": True, "mask": "half"}),
+    "gradient's total without a block": ("tile_backward",
+                                         "for block in range(blocks):", "for block in range(blocks - 1):", {"streamed": True}),
+    "total of the last block alone": ("tile_backward", "total += tl.sum", "total = tl.sum", {"streamed": True}),
 }
 
 
 @pytest.mark.parametrize(("name", "old", "new", "case"), MUTANTS.values(), ids=MUTANTS.keys())
 def test_a_broken_kernel_is_noticed(mutate, force, name, old, new, case):
     case = dict(case)
-    x = data(5, 100, size=case.pop("size", 3.0))
+    n = case.pop("n", 100)
+    x = data(5, n, size=case.pop("size", 3.0))
+    if case.pop("late", False):
+        x[:, n - 1] = 200.0
+    if case.pop("bias", False):
+        case["bias"] = data(n)
     if case.pop("streamed", False):
         force(plan.Plan(False, 4, 32, 4, 1))
-    masks = {"empty": torch.arange(5, device=DEVICE)[:, None] != 2, "half": torch.arange(100, device=DEVICE) % 2 == 0}
+    masks = {"empty": torch.arange(5, device=DEVICE)[:, None] != 2, "half": torch.arange(n, device=DEVICE) % 2 == 0}
     case |= {"mask": masks[case["mask"]]} if "mask" in case else {}
     agree(x, **case)
     mutate(name, old, new)
@@ -70,13 +86,13 @@ def test_a_broken_kernel_is_noticed(mutate, force, name, old, new, case):
         agree(x, **case)
 
 
-@pytest.mark.parametrize("n", [2, 100, 1024, 5000])
+@pytest.mark.parametrize("n", [2, 100, 1024, 1025, 5000])
 @pytest.mark.parametrize("log", [False, True])
 @pytest.mark.parametrize("name", ["forward", "backward"])
 def test_zeros_are_noticed_at_every_width(monkeypatch, name, log, n):
     """A softmax over n has values near 1/n: no tolerance may be that wide."""
-    right = getattr(kernels, name)
+    right = getattr(launch, name)
     agree(data(2, n).half(), log=log)
-    monkeypatch.setattr(kernels, name, lambda *arguments: torch.zeros_like(right(*arguments)))
+    monkeypatch.setattr(launch, name, lambda *arguments: torch.zeros_like(right(*arguments)))
     with pytest.raises(AssertionError):
         agree(data(2, n).half(), log=log)

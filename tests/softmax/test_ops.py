@@ -42,6 +42,65 @@ def test_backward_is_a_well_behaved_operator(arguments):
     same_layout(OPS.softmax_backward, arguments)
 
 
+def test_in_place_is_a_well_behaved_operator():
+    for x, mask, bias in ((data(2, 3, 5), None, None), (data(5, 3).t(), data(5) > 0, data(3, 1))):
+        mask, bias = (None if t is None else t.expand(x.shape) for t in (mask, bias))
+        arguments = (x, mask, -1, 0.5, False, False, bias)
+        torch.library.opcheck(OPS.softmax_inplace.default, arguments)
+
+
+def test_forward_with_a_bias_is_a_well_behaved_operator():
+    x = data(2, 3, 5)
+    torch.library.opcheck(OPS.softmax_forward.default, (x, None, -1, 0.5, False, True, torch.float32, data(3, 1).expand(x.shape)))
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@FUNCTIONS
+def test_a_bias_is_added_and_gets_its_gradient(ours, theirs, backend):
+    for shape in ((), (6,), (4, 1), (3, 1, 6), (3, 4, 6)):
+        inputs = [data(3, 4, 6).requires_grad_(), data(*shape, seed=1).requires_grad_()]
+        copies = [t.detach().double().requires_grad_() for t in inputs]
+        mine, right = ours(inputs[0], bias=inputs[1], scale=0.5, backend=backend), theirs(0.5 * copies[0] + copies[1], -1)
+        for create_graph in (True, False):
+            mine = torch.autograd.grad((mine ** 2).sum() if isinstance(mine, torch.Tensor) else sum((t ** 2).sum() for t in mine), inputs,
+                                       create_graph=create_graph)
+            right = torch.autograd.grad((right ** 2).sum() if isinstance(right, torch.Tensor) else sum((t ** 2).sum() for t in right),
+                                        copies, create_graph=create_graph)
+            for a, b in zip(mine, right, strict=True):
+                close(a.double(), b)
+
+
+@FUNCTIONS
+def test_forward_mode_moves_with_x_and_with_the_bias(ours, theirs):
+    x, bias, tx, tb = data(4, 5), data(5, seed=1), data(4, 5, seed=2), data(5, seed=3)
+    mine = torch.func.jvp(lambda x, b: ours(x, bias=b, scale=0.5, backend="triton"), (x, bias), (tx, tb))[1]
+    close(mine, torch.func.jvp(lambda x, b: theirs(0.5 * x + b, -1), (x, bias), (tx, tb))[1])
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@FUNCTIONS
+def test_in_place(ours, theirs, backend):
+    for x, dim in ((data(3, 4, 6), -1), (data(3, 4, 6), 0), (data(4, 12)[:, ::2], 1), (data(6, 4).t(), -1), (torch.tensor(2.0), 0),
+                   (data(6, 6, 6, 6, 4)[::2, ::2, ::2, ::2].transpose(0, 3), -1), (data(2, 0), 1)):
+        right, whole = theirs(x, dim), x.untyped_storage().nbytes()
+        assert ours(x, dim, inplace=True, backend=backend) is x
+        close(x, right)
+        assert x.untyped_storage().nbytes() == whole
+    wide = data(4, 12)
+    kept = wide[:, 1::2].clone()
+    ours(wide[:, ::2], inplace=True, backend=backend)
+    assert torch.equal(wide[:, 1::2], kept)
+
+
+def test_in_place_under_compile_and_vmap_or_a_reason_why_not():
+    torch._dynamo.reset()
+    x = data(3, 7)
+    right = torch.softmax(x, -1)
+    compiled = torch.compile(lambda x: softmax(x, inplace=True, backend="triton") * 2, backend="aot_eager", fullgraph=True)
+    close(compiled(x), 2 * right)
+    close(x, right)
+
+
 def same_layout(op, arguments):
     """opcheck does not compare every stride on a CPU."""
     real = op(*arguments)

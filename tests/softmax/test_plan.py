@@ -28,6 +28,54 @@ def test_which_plan_serves_which_width():
     assert not plan.choose(32769, False).resident
 
 
+def test_rows_with_edges_give_every_thread_32_elements():
+    for n in (513, 1023, 2047, 4095, 8191):
+        chosen = plan.choose(n, False, True)
+        assert chosen.block_n // (32 * chosen.warps) == plan.EDGES_EACH
+    assert plan.choose(100, False, True) == plan.choose(100, False)
+
+
+H200 = {"processors": 132, "shared_memory": 227 * 1024}
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("vector", [4, 8])
+@pytest.mark.parametrize("edges", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 131, 132, 5000, 2**31 - 1])
+def test_parts_hold_the_row_and_all_of_a_group_run_at_once(rows, edges, vector, backward):
+    for n in (16_384, 32_769, 50_257, 65_536, 131_072, 151_936, 262_144, 1_000_003, 2**20):
+        parts = plan.choose_parts(rows, n, vector, edges, **H200, backward=backward)
+        if n <= plan.PARTS_BEYOND[vector, backward]:
+            assert parts is None
+            continue
+        window = n + (vector - 1) * edges
+        assert (parts.group - 1) * parts.columns(vector) < window <= parts.group * parts.columns(vector)
+        taken = (1 + backward) * parts.columns(vector) // vector * 16 + plan.BESIDE_SLOTS
+        assert parts.blocks_per_sm * taken <= 228 * 1024
+        assert parts.blocks_per_sm * parts.registers * 32 * plan.PARTS_WARPS <= 65_536
+        groups = parts.groups(rows, 132)
+        assert 1 <= groups * parts.group <= parts.blocks_per_sm * 132
+        most = parts.blocks_per_sm * 132 // parts.group
+        assert -(-rows // groups) == -(-rows // most)  # as many rounds as with all groups that fit, shared evenly
+        assert groups == rows or groups * (-(-rows // groups)) - rows < -(-rows // groups) + groups
+
+
+def test_few_long_rows_are_cut_for_every_sm():
+    for rows, n in ((1, 2**20), (4, 2**18), (2, 300_000)):
+        parts = plan.choose_parts(rows, n, 8, False, **H200, backward=False)
+        assert 132 / 2 <= rows * parts.group <= 132  # a slot more or less for each part
+    many = plan.choose_parts(5000, 2**18, 8, False, **H200, backward=False)
+    assert many.slots == plan.PARTS_SLOTS[False]
+
+
+def test_what_no_group_holds_is_streamed():
+    assert plan.choose_parts(1, 2**30, 8, False, **H200, backward=False) is None
+    assert plan.choose_parts(2**31, 65_536, 8, False, **H200, backward=False) is None
+    assert plan.choose_parts(8, 2**25, 8, False, **H200, backward=False) is None
+    assert plan.choose_parts(8, 65_536, 8, False, processors=1, shared_memory=48 * 1024, backward=False) is None
+    assert plan.choose_parts(8, 12_000_000, 8, False, **H200, backward=False) is not None
+
+
 def test_neighbouring_rows_fill_whole_sectors():
     for n in (1, 19, 64, 512, 513, 10**6):
         assert plan.choose(n, True).block_m * 2 >= 32
@@ -44,14 +92,35 @@ def test_registers_hold_every_tile(capability):
             assert per_thread / 0.75 <= min(card.max_registers_per_thread, card.registers_per_sm / (32 * chosen.warps))
 
 
-def test_plans_compile_for_hopper_and_move_16_bytes_at_a_time():
+def compiled(module, argument):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    cases = [((8, 32768), -1), ((8, 65536), -1), ((2, 512, 256), -2)]  # the heaviest of each kind
-    done = subprocess.run([sys.executable, "-m", "tests.softmax.compile_plans", json.dumps(cases)], env=environment, text=True,
-                          capture_output=True, check=False)
+    command = [sys.executable, "-m", module, json.dumps(argument)]
+    done = subprocess.run(command, env=environment, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
-    kernels = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+def test_plans_compile_for_hopper_and_move_16_bytes_at_a_time():
+    cases = [((8, 32768), -1), ((8, 65536), -1), ((2, 512, 256), -2)]  # the heaviest of each kind
+    kernels = compiled("tests.softmax.compile_plans", cases)
     assert len(kernels) == 2 * 2 * len(cases)
     for kernel in kernels:
         assert kernel["stack"] <= (96 if kernel["name"] == "backward" else 0), kernel  # the widest backwards spill a little: see the plan
         assert kernel["accesses"] == kernel["wide"] > 0, kernel
+
+
+def test_parts_compile_for_hopper_as_the_plan_says():
+    """Without spills; loads of 16 bytes only, straight to shared memory; as many blocks on an SM as are counted on."""
+    for kernel in compiled("tests.softmax.compile_parts", [[65536, "bfloat16"], [50257, "bfloat16"], [262144, "float32"]]):
+        assert kernel["spills"] == 0, kernel
+        assert kernel["copies"] == kernel["wide_copies"] > 0, kernel
+        assert kernel["stores"] == kernel["wide_stores"] or kernel["edges"], kernel
+        assert kernel["wide_stores"] > 0, kernel
+        assert kernel["blocks"] >= kernel["blocks_per_sm"], kernel
+        assert kernel["shared"] <= kernel["planned"], kernel
+
+
+def test_topk_and_odd_rows_compile_for_hopper_without_spills():
+    for kernel in compiled("tests.softmax.compile_parts", [[4095, "bfloat16"], "topk"]):
+        assert kernel["spills"] == 0, kernel
+        assert kernel["wide"] > 0, kernel

@@ -4,8 +4,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from onchip.softmax.triton import plan, rows
+from onchip.softmax.triton import plan
 from onchip.testing.softmax import DEVICE, agree
+from tests.softmax.conftest import forget
 
 PLANS = [None, plan.Plan(False, 4, 16, 4, 1), plan.Plan(False, 1, 8, 4, 1), plan.Plan(True, 8, 64, 4)]
 
@@ -42,7 +43,8 @@ def test_random_problems(problem):
     x, dim, features, forced, backend = problem
     with pytest.MonkeyPatch.context() as patch:
         if forced:
-            patch.setattr(plan, "choose", lambda n, across: forced)
-        rows.layout.cache_clear()
+            patch.setattr(plan, "choose", lambda n, across, edges: forced)
+            patch.setattr(plan, "choose_parts", lambda *_: None)
+        forget()
         agree(x, dim, backend=backend, **features)
-    rows.layout.cache_clear()
+    forget()

@@ -6,13 +6,14 @@ from onchip.softmax.triton import plan, rows
 from onchip.testing.softmax import DEVICE, agree
 
 
-def fold(x, dim=-1, *others, **options):
-    return rows.fold((x, torch.empty(x.shape, device=x.device), *others), dim, **options)
+def fold(x, dim=-1, mask=None, **options):
+    tensors = {"x": x, "y": torch.empty(x.shape, device=x.device)}
+    return rows.fold(tensors if mask is None else {**tensors, "mask": mask}, dim, **options)
 
 
 def folded(*arguments, **options):
-    f, _ = fold(*arguments, **options)
-    return (f.groups // f.n1, f.n1, f.n0, f.n), f.strides[0]
+    f = fold(*arguments, **options)
+    return (f.groups // f.n1, f.n1, f.n0, f.n), f.strides["x"]
 
 
 def test_neighbours_in_memory_merge():
@@ -35,13 +36,69 @@ def test_queries_stay_by_themselves():
 
 
 def test_more_than_three_dimensions_that_do_not_merge_are_copied():
-    f, (x, _) = fold(torch.empty(6, 6, 6, 6, 10)[::2, ::2, ::2, ::2].transpose(0, 3))
-    assert (f.n0, f.groups) == (81, 1)
-    assert x.is_contiguous()
+    x = torch.randn(6, 6, 6, 6, 10, device=DEVICE)[::2, ::2, ::2, ::2].transpose(0, 3)
+    assert fold(x) is None
+    agree(x)
+
+
+def test_rows_made_of_vectors_are_accessed_by_vectors():
+    x = torch.empty(40, 1000, dtype=torch.float16)
+    f = fold(x)
+    assert (f.vector, f.edges) == (8, False)
+    assert fold(x.float()).vector == 4
+    assert fold(x[:, :992]).vector == 8
+    assert fold(x, -2).vector == 1  # across: the tile's rows are the neighbours
+    assert fold(x[:, ::2]).vector == 1
+    assert fold(torch.empty(40 * 1000 + 1, dtype=torch.float16)[1:].view(40, 1000)).vector == 1  # base inside 16 bytes
+
+
+def test_rows_that_start_inside_vectors_have_edges_where_both_tensors_start_alike():
+    x = torch.empty(40, 1001, dtype=torch.float16)
+    f = fold(x)
+    assert (f.vector, f.edges) == (8, True)
+    wider = torch.empty(40, 1009, dtype=torch.float16)[:, :1001]  # 1009 and 1001 differ by a vector
+    assert (fold(wider).vector, fold(wider).edges) == (8, True)
+    assert fold(torch.empty(40, 1002, dtype=torch.float16)[:, :1001]).vector == 1
+    assert fold(torch.empty(40, 101, dtype=torch.float16)).vector == 1  # too short to pay
+
+
+@pytest.mark.parametrize("rows", [None, 3])
+def test_a_mask_has_vectors_of_its_own(rows):
+    x = torch.empty(4, 6, 1000, dtype=torch.float16)
+    mask = torch.ones(4, 6, 1000, dtype=torch.uint8) if rows is None else torch.ones(1000, dtype=torch.uint8).expand(4, 6, 1000)
+    assert fold(x, -1, mask).mask_vector == 8
+    assert fold(x, -1, torch.ones(4, 6, 1, dtype=torch.uint8).expand(4, 6, 1000)).mask_vector == 1
+    assert fold(x, -1, torch.ones(4, 6, 1001, dtype=torch.uint8)[..., :1000]).mask_vector == 1
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("n", [513, 519, 520, 1023])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_every_way_a_row_starts_and_ends_inside_a_vector(dtype, n, log):
+    x = (torch.randn(9, n, generator=torch.Generator().manual_seed(n)) * 3).to(DEVICE, dtype)
+    assert fold(x).edges is (n % (16 // x.element_size()) != 0)
+    agree(x, log=log)
+    agree(x[None], log=log, causal=True, scale=-0.5, mask=torch.rand(9, n, generator=torch.Generator().manual_seed(1)).to(DEVICE) < 0.7)
+
+
+def test_edges_in_two_passes(force):
+    force(plan.Plan(False, 2, 64, 4, 1))
+    for n in (600, 601, 607):
+        x = (torch.randn(5, n, generator=torch.Generator().manual_seed(n)) * 3).to(DEVICE)
+        assert fold(x).edges is (n % 4 != 0)
+        agree(x)
+        agree(x[None], log=True, causal=True)
+
+
+def test_neighbours_of_a_row_with_edges_stay_out_of_it():
+    """Its first and last 16 bytes hold elements of the rows beside it, and in place those are being written."""
+    x = torch.full((7, 1001), float("nan"), device=DEVICE)
+    x[::2] = torch.randn(4, 1001, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    agree(x)
 
 
 def across(x, dim=-1):
-    return fold(x, dim)[0].plan.block_m >= plan.ACROSS_LEAST
+    return fold(x, dim).plan.block_m >= plan.ACROSS_LEAST
 
 
 def test_tiles_follow_the_order_of_memory():
@@ -56,7 +113,7 @@ def test_tiles_follow_the_order_of_memory():
 
 def test_tiles_cover_every_row_once():
     for n0, groups, packed in ((300, 4, False), (3, 1000, True), (64, 7, False), (1, 1, False)):
-        f, _ = fold(torch.empty(groups, 19, n0), -2)
+        f = fold(torch.empty(groups, 19, n0), -2)
         assert f.packed is packed
         assert f.tiles == (-(-groups * n0 // f.plan.block_m) if packed else groups * -(-n0 // f.plan.block_m))
 
@@ -75,7 +132,7 @@ def test_wide_offsets_change_nothing(log, dim, monkeypatch, force):
     monkeypatch.setattr(rows, "INT32_MAX", 0)
     rows.layout.cache_clear()
     x = torch.randn(6, 70, device=DEVICE)
-    assert fold(x)[0].arguments["WIDE"]
+    assert fold(x).arguments["WIDE"]
     agree(x, dim, log=log)
     force(plan.Plan(False, 2, 32, 4, 1))
     agree(x, dim, log=log, causal=dim == -1)
@@ -84,7 +141,7 @@ def test_wide_offsets_change_nothing(log, dim, monkeypatch, force):
 def test_wide_exactly_where_32_bits_end():
     """The last block may look one block past the row: n + block_n = 16 strides away."""
     for step, wide in (((2**31 - 1) // 16, False), ((2**31 - 1) // 16 + 1, True)):
-        f, _ = fold(torch.empty_strided((2, 8), (1, step), device="meta"))
+        f = fold(torch.empty_strided((2, 8), (1, step), device="meta"))
         assert (f.plan.block_n, f.arguments["WIDE"]) == (8, wide)
 
 

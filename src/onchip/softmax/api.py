@@ -1,17 +1,21 @@
-"""The public functions: `softmax` and `log_softmax`."""
+"""The public functions: `softmax`, `log_softmax`, `logsumexp` and `softmax_topk`."""
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from onchip.softmax import contract, dispatch, ops, reference
+from onchip.softmax import contract, dispatch, ops, reference, sums
 
 
 def softmax(x: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None, scale: float | None = None, mask: Tensor | None = None,
-            causal: bool = False, backend: str = "auto") -> Tensor:
-    """Softmax along one dimension, in one read and one write while a row fits on chip.
+            bias: Tensor | None = None, causal: bool = False, inplace: bool = False, backend: str = "auto") -> Tensor:
+    """Softmax along one dimension, in one read and one write however long the rows are.
 
     ::
 
-        s = scale · x          then −∞ selected where a position is hidden
+        s = scale · x + bias   then −∞ selected where a position is hidden
         y = exp(s − m) / l     m = max s,  l = Σ exp(s − m),  both along `dim`
 
     Args:
@@ -20,18 +24,22 @@ def softmax(x: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None, scale
         dtype: cast x to this first; the result has it, the gradient has x's own. Under autocast a 16-bit x gets float32.
         scale: finite number, negative and zero allowed; None is 1.
         mask: bool, broadcastable to x's shape; True keeps a position. What x holds where it is hidden never matters, NaN included.
+        bias: floating, broadcastable to x's shape, added in float32 (float64 where x is); it gets a gradient.
         causal: hide j > i + n − rows in the last two dimensions (rows, n), the bottom-right triangle; no mask tensor is read.
+        inplace: write the result to x and return x. Not where a gradient is asked for, and not with another dtype.
         backend: "triton" or "reference" (torch's own kernels), which then runs or raises with the reason why it cannot; "auto" takes
             Triton on a GPU, and the reference elsewhere and for float64.
 
     Returns:
-        A contiguous tensor of x's shape.
+        A contiguous tensor of x's shape, or x.
 
     Rows follow torch: a NaN or +∞ makes its row NaN, and so does a row of −∞ only. With `mask` or `causal` a row whose scores are all −∞
     gives zeros and zero gradients instead, and a gradient that arrives where the result is exactly 0 is ignored.
 
     Arithmetic is float32 for 16-bit types. The subtraction comes before every rounding that could lose it, so a large common offset
-    costs nothing. Differentiable twice and more; usable under torch.func, vmap, torch.compile, export and autocast; repeats bit for bit.
+    costs nothing; results below 2⁻¹²⁶ are 0. Differentiable twice and more; usable under torch.func, vmap, torch.compile, export and
+    autocast; repeats bit for bit. A row's bits do not depend on other rows, nor on how many there are, unless they are so few and long
+    that it is cut in more parts for them (`onchip.softmax.triton.plan`).
 
     Raises:
         IndexError: `dim` out of range.
@@ -40,23 +48,150 @@ def softmax(x: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None, scale
 
     Source: Milakov & Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.02867), for rows beyond the chip.
     """
-    return _run(x, dim, dtype, scale, mask, causal, backend, log=False)
+    known = _known((False, x, dim, dtype, scale, causal, backend)) if mask is None and bias is None and inplace is False else None
+    return known(x) if known else _run(x, dim, dtype, scale, mask, bias, causal, inplace, backend, log=False)
 
 
 def log_softmax(x: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None, scale: float | None = None, mask: Tensor | None = None,
-                causal: bool = False, backend: str = "auto") -> Tensor:
+                bias: Tensor | None = None, causal: bool = False, inplace: bool = False, backend: str = "auto") -> Tensor:
     """Logarithm of `softmax`: y = (s − m) − log l, with the same arguments, rules and errors.
 
     Hidden positions give −∞, and so does every position of a row whose scores are all −∞ when `mask` or `causal` is given: exp(y) is
     `softmax`. The gradient is that of s − logsumexp(s), dx = scale · (dy − exp(y) · Σ dy), and 0 where such a row or position gave −∞.
     """
-    return _run(x, dim, dtype, scale, mask, causal, backend, log=True)
+    known = _known((True, x, dim, dtype, scale, causal, backend)) if mask is None and bias is None and inplace is False else None
+    return known(x) if known else _run(x, dim, dtype, scale, mask, bias, causal, inplace, backend, log=True)
 
 
-def _run(x: Tensor, dim: int, dtype: torch.dtype | None, scale: float | None, mask: Tensor | None, causal: bool, backend: str, *,
-         log: bool) -> Tensor:
+def logsumexp(x: Tensor, dim: int = -1, keepdim: bool = False, *, dtype: torch.dtype | None = None, scale: float | None = None,
+              mask: Tensor | None = None, bias: Tensor | None = None, causal: bool = False, backend: str = "auto") -> Tensor:
+    """log Σ exp s = m + log l along `dim`, from one read of x: what `softmax` divides by, with the same arguments, rules and errors.
+
+    Args:
+        keepdim: leave the dimension there, of size 1.
+
+    Returns:
+        A tensor of x's shape without `dim`. A row that is empty, hidden or −∞ throughout gives −∞, one with +∞ gives +∞.
+
+    The gradient is g · softmax, computed from a second read of x: no tensor of x's size is saved. It is NaN in a row of −∞, as in torch,
+    and 0 with `mask` or `causal`.
+    """
+    x, mask, bias, spec, kernels = _checked(x, dim, dtype, scale, mask, bias, causal, False, backend)
+    if not isinstance(keepdim, bool):
+        raise TypeError(f"keepdim: got {keepdim!r}, accepted: True or False")
+    run = sums.logsumexp if kernels else reference.forward
+    y = _lifted(run, x, mask, replace(spec, summed=True), bias).to(spec.dtype)
+    return y if keepdim or not x.ndim else y.squeeze(spec.dim)
+
+
+def softmax_topk(x: Tensor, k: int, dim: int = -1, *, renormalize: bool = False, dtype: torch.dtype | None = None,
+                 backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """The k largest of `softmax(x, dim)` and where they are, from one read of x: routers and samplers.
+
+    ::
+
+        indices = the k largest of x, largest first
+        values  = exp(x[indices] − log Σ exp x), or with `renormalize` that over its own sum
+
+    Args:
+        x: as in `softmax`.
+        k: 1 … 128, at most the length of the rows.
+        dim: the dimension that softmax runs along.
+        renormalize: let the k values sum to one.
+        dtype: of the values; cast x to it first.
+        backend: as in `softmax`. The kernels serve rows of up to 2²⁰ elements; "auto" takes torch's own for longer ones.
+
+    Returns:
+        values, in x's dtype or `dtype`, and int64 indices; both x's shape with k in place of `dim`'s length.
+
+    Which of equal elements is chosen is not specified, but always the same. A NaN or +∞ makes the values of its row NaN, and so does a row
+    of −∞ only; with a NaN in it the indices are any k of the row. Values are differentiable (also twice, and under vmap and
+    torch.compile), indices are not.
+
+    Raises:
+        IndexError, TypeError, InputError: as `softmax` does.
+
+    Source: Milakov & Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.02867, Alg. 4).
+    """
+    x, _, _, spec, kernels = _checked(x, dim, dtype, None, None, None, False, False, backend)
+    k = contract.check_k(x, k, spec.dim)
+    if not isinstance(renormalize, bool):
+        raise TypeError(f"renormalize: got {renormalize!r}, accepted: True or False")
+    kernels = kernels and dispatch.serves_topk(x, spec.dim, backend)
+    values, indices = sums.select(x if x.ndim else x[None], k, spec.dim, renormalize, spec.dtype, kernels)
+    if not x.ndim:
+        return values[0], indices[0]
+    return values.movedim(-1, spec.dim), indices.movedim(-1, spec.dim)
+
+
+def _checked(x: Tensor, dim: int, dtype: torch.dtype | None, scale: float | None, mask: Tensor | None, bias: Tensor | None, causal: bool,
+             log: bool, backend: str) -> tuple[Tensor, Tensor | None, Tensor | None, contract.Spec, bool]:
+    """Arguments as implementations take them, and whether the kernels serve them."""
     x, mask, spec = contract.check(x, dim, dtype, scale, mask, causal, log)
-    run = ops.softmax if dispatch.choose(x, backend) == "triton" else reference.forward
+    return x, mask, contract.check_bias(x, bias), spec, dispatch.choose(x, backend) == "triton"
+
+
+def _lifted(run: Callable[..., Tensor], x: Tensor, mask: Tensor | None, spec: contract.Spec, bias: Tensor | None) -> Tensor:
+    """`run`, to which a scalar is a row of one."""
     if x.ndim:
-        return run(x, mask, spec)
-    return run(x[None], None if mask is None else mask[None], spec)[0]  # a scalar is a row of one
+        return run(x, mask, spec, bias)
+    return run(x[None], None if mask is None else mask[None], spec, None if bias is None else bias[None])[0]
+
+
+Call = tuple[bool, Tensor, int, torch.dtype | None, float | None, bool, str]  # log, x, dim, dtype, scale, causal, backend
+_KNOWN: dict[tuple[Any, ...], Callable[[Tensor], Tensor]] = {}
+REMEMBERED = 4096
+
+
+def _known(call: Call) -> Callable[[Tensor], Tensor] | None:
+    """The launch of a plain call that has been made before with a tensor just like this one.
+
+    Checks, dispatch and the operator take longer than a small softmax does; all they find out is in the key.
+    """
+    try:
+        return _KNOWN.get(_key(call)) if _plain(call) else None
+    except TypeError:  # something that is not hashable, which the checks will name
+        return None
+
+
+def _plain(call: Call) -> bool:
+    """Nothing but the kernel takes part: no gradient, no autocast, no transform, no mode, no subclass."""
+    if torch.compiler.is_compiling():
+        return False
+    _, x, dim, _, _, causal, _ = call
+    return (type(x) is Tensor and x.is_cuda and type(dim) is int and type(causal) is bool  # True is 1 to a dictionary
+            and not (x.requires_grad and torch.is_grad_enabled()) and not torch._C._is_any_autocast_enabled() and ops.alone())
+
+
+def _key(call: Call) -> tuple[Any, ...]:
+    log, x, *rest = call
+    return (log, x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16, *rest)
+
+
+def _learn(call: Call, spec: contract.Spec) -> None:
+    from onchip.softmax.triton import launch
+
+    run = launch.quick(call[1], spec)
+    if run:
+        if len(_KNOWN) >= REMEMBERED:
+            _KNOWN.clear()
+        _KNOWN[_key(call)] = run
+
+
+def _run(x: Tensor, dim: int, dtype: torch.dtype | None, scale: float | None, mask: Tensor | None, bias: Tensor | None, causal: bool,
+         inplace: bool, backend: str, *, log: bool) -> Tensor:
+    given = x
+    x, mask, bias, spec, kernels = _checked(x, dim, dtype, scale, mask, bias, causal, log, backend)
+    if not isinstance(inplace, bool):
+        raise TypeError(f"inplace: got {inplace!r}, accepted: True or False")
+    if not inplace:
+        y = _lifted(ops.softmax if kernels else reference.forward, x, mask, spec, bias)
+        call = (log, x, dim, dtype, scale, causal, backend)
+        if kernels and x is given and x.ndim and mask is None and bias is None and _plain(call):
+            _learn(call, spec)
+        return y
+    contract.check_inplace(given, spec, bias)
+    if kernels:
+        _lifted(ops.softmax_inplace, x, mask, spec, bias)
+        return x
+    return x.copy_(_lifted(reference.forward, x, mask, spec, bias))

@@ -10,6 +10,7 @@ from onchip.errors import InputError, require
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 NARROW = (torch.float16, torch.bfloat16)  # read as they are and computed in float32
+MOST_K = 128  # elements that `softmax_topk` selects
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,14 @@ class Spec:
     causal: bool  # bottom-right triangle over the last two dimensions
     hiding: bool  # a mask or causal was given: rows of −∞ give zeros and not NaN
     dtype: torch.dtype  # of the result
+    summed: bool = False  # log Σ exp s instead of y
+
+    def shape(self, x: Tensor) -> list[int]:
+        """Of the result for x: size 1 along `dim` for sums."""
+        sizes = list(x.shape)
+        if self.summed:
+            sizes[self.dim] = 1
+        return sizes
 
     @property
     def plain(self) -> bool:
@@ -78,13 +87,47 @@ def _scale(scale: float | None) -> float:
     return value
 
 
+def check_bias(x: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Check an additive bias and expand it to x's shape."""
+    if bias is None:
+        return None
+    if not isinstance(bias, Tensor) or bias.dtype not in DTYPES:
+        raise TypeError(f"bias: got {bias.dtype if isinstance(bias, Tensor) else type(bias).__name__}, accepted: a tensor of "
+                        f"{', '.join(map(str, DTYPES))}")
+    return _expand("bias", x, bias)
+
+
+def check_inplace(x: Tensor, spec: Spec, bias: Tensor | None) -> None:
+    """Check that the result may take x's place."""
+    require(x.dtype == spec.dtype, "dtype", spec.dtype, f"x's own, {x.dtype}, with inplace=True")
+    require(not (torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))), "inplace",
+            "True where a gradient is asked for", "False, or torch.no_grad()")
+    step = 1  # as long as every dimension reaches beyond all smaller strides' ones, no two indices share memory
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+        require(stride >= step, "inplace", f"True for an x of strides {tuple(x.stride())}, elements of which share memory", "False")
+        step = stride * (size - 1) + step
+
+
+def check_k(x: Tensor, k: int, dim: int) -> int:
+    """Check how many elements are wanted of each row."""
+    if isinstance(k, bool) or not hasattr(k, "__index__"):
+        raise TypeError(f"k: got {k!r}, accepted: an integer")
+    n = x.shape[dim] if x.ndim else 1
+    require(1 <= index(k) <= min(n, MOST_K), "k", k, f"1 … {min(n, MOST_K)} for rows of {n} elements")
+    return index(k)
+
+
 def _mask(x: Tensor, mask: Tensor | None) -> Tensor | None:
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         raise TypeError(f"mask: got {mask.dtype if isinstance(mask, Tensor) else type(mask).__name__}, accepted: a bool tensor, True keeps")
-    require(mask.device == x.device, "mask", f"a tensor on {mask.device}", f"one on x's device, {x.device}")
+    return _expand("mask", x, mask)
+
+
+def _expand(name: str, x: Tensor, t: Tensor) -> Tensor:
+    require(t.device == x.device, name, f"a tensor on {t.device}", f"one on x's device, {x.device}")
     try:
-        return mask.expand(x.shape)
+        return t.expand(x.shape)
     except RuntimeError:
-        raise InputError(f"mask: got shape {tuple(mask.shape)}, accepted: a shape that broadcasts to x's {tuple(x.shape)}") from None
+        raise InputError(f"{name}: got shape {tuple(t.shape)}, accepted: a shape that broadcasts to x's {tuple(x.shape)}") from None

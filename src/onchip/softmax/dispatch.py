@@ -8,6 +8,7 @@ from torch import Tensor
 from onchip.errors import InputError, require
 
 BACKENDS = ("auto", "triton", "reference")
+LONGEST_TOPK = 2**20  # elements of a row, of which 16384 maxima are sorted at once
 
 _HAS_TRITON = find_spec("triton") is not None
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it when a kernel is defined; so do we, when we are imported
@@ -39,3 +40,11 @@ def choose(x: Tensor, backend: str = "auto") -> str:
     if reason is not None:
         raise InputError(f"backend {backend!r} cannot run: {reason}")
     return backend
+
+
+def serves_topk(x: Tensor, dim: int, backend: str) -> bool:
+    """Do the kernels of `softmax_topk` take rows as long as x's? If they were asked for by name and do not, `InputError` says so."""
+    long = x.ndim > 0 and x.shape[dim] > LONGEST_TOPK
+    if long and backend == "triton":
+        raise InputError(f"backend 'triton' cannot run: rows have {x.shape[dim]} elements, and softmax_topk takes up to {LONGEST_TOPK}")
+    return not long

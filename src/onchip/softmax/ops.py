@@ -1,4 +1,4 @@
-"""The kernels as torch operators, `onchip::softmax_forward` and `onchip::softmax_backward`, and their derivatives.
+"""The kernels as torch operators and their derivatives: what softmax and its logarithm share. `sums` and `selection` hold the others.
 
 The operators are opaque to torch.compile and export and know nothing of autograd; the two `autograd.Function`s carry the derivatives:
 
@@ -15,80 +15,113 @@ from torch.autograd import forward_ad
 from onchip.softmax import reference
 from onchip.softmax.contract import Spec
 
-_library = torch.library.Library("onchip", "FRAGMENT")
-_library.define("softmax_forward(Tensor x, Tensor? mask, int dim, float scale, bool causal, bool log, ScalarType dtype) -> Tensor")
-_library.define("softmax_backward(Tensor dy, Tensor y, int dim, float scale, bool hiding, bool log, ScalarType dtype) -> Tensor")
+library = torch.library.Library("onchip", "FRAGMENT")
+library.define("softmax_forward(Tensor x, Tensor? mask, int dim, float scale, bool causal, bool log, ScalarType dtype, "
+               "Tensor? bias=None) -> Tensor")
+library.define("softmax_backward(Tensor dy, Tensor y, int dim, float scale, bool hiding, bool log, ScalarType dtype) -> Tensor")
+library.define("softmax_inplace(Tensor(a!) x, Tensor? mask, int dim, float scale, bool causal, bool log, Tensor? bias=None) -> ()")
 
 
-def _forward(x: Tensor, mask: Tensor | None, dim: int, scale: float, causal: bool, log: bool, dtype: torch.dtype) -> Tensor:
-    from onchip.softmax.triton import forward  # Triton is imported when a kernel first runs
+def _forward(x: Tensor, mask: Tensor | None, dim: int, scale: float, causal: bool, log: bool, dtype: torch.dtype,
+             bias: Tensor | None = None) -> Tensor:
+    from onchip.softmax.triton import launch  # Triton is imported when a kernel first runs
 
-    return forward(x, mask, Spec(dim, log, scale, causal, causal or mask is not None, dtype))
+    return launch.forward(x, mask, Spec(dim, log, scale, causal, causal or mask is not None, dtype), bias)
 
 
 def _backward(dy: Tensor, y: Tensor, dim: int, scale: float, hiding: bool, log: bool, dtype: torch.dtype) -> Tensor:
-    from onchip.softmax.triton import backward
+    from onchip.softmax.triton import launch
 
-    return backward(dy, y, Spec(dim, log, scale, False, hiding, y.dtype), dtype)
-
-
-_library.impl("softmax_forward", _forward, "CompositeExplicitAutograd")
-_library.impl("softmax_backward", _backward, "CompositeExplicitAutograd")
+    return launch.backward(dy, y, Spec(dim, log, scale, False, hiding, y.dtype), dtype)
 
 
-@torch.library.register_fake("onchip::softmax_forward", lib=_library)
-def _(x: Tensor, mask: Tensor | None, dim: int, scale: float, causal: bool, log: bool, dtype: torch.dtype) -> Tensor:
+def _inplace(x: Tensor, mask: Tensor | None, dim: int, scale: float, causal: bool, log: bool, bias: Tensor | None = None) -> None:
+    from onchip.softmax.triton import launch
+
+    launch.forward(x, mask, Spec(dim, log, scale, causal, causal or mask is not None, x.dtype), bias, out=x)
+
+
+library.impl("softmax_forward", _forward, "CompositeExplicitAutograd")
+library.impl("softmax_backward", _backward, "CompositeExplicitAutograd")
+library.impl("softmax_inplace", _inplace, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("onchip::softmax_forward", lib=library)
+def _(x: Tensor, mask: Tensor | None, dim: int, scale: float, causal: bool, log: bool, dtype: torch.dtype,
+      bias: Tensor | None = None) -> Tensor:
     return x.new_empty(x.shape, dtype=dtype)
 
 
-@torch.library.register_fake("onchip::softmax_backward", lib=_library)
+@torch.library.register_fake("onchip::softmax_backward", lib=library)
 def _(dy: Tensor, y: Tensor, dim: int, scale: float, hiding: bool, log: bool, dtype: torch.dtype) -> Tensor:
     return y.new_empty(y.shape, dtype=dtype)
 
 
-def _vmap(op: Any, info: Any, in_dims: tuple[int | None, ...], first: Tensor, second: Tensor | None, *rest: Any) -> tuple[Tensor, int]:
-    """The batch goes in front of both tensors, where `dim`, counted from the end, does not see it."""
-    def batched(t: Tensor | None, at: int | None) -> Tensor | None:
-        if t is None:
-            return None
-        return t.movedim(at, 0) if at is not None else t.expand(info.batch_size, *t.shape)
-
-    return op(batched(first, in_dims[0]), batched(second, in_dims[1]), *rest), 0
+@torch.library.register_fake("onchip::softmax_inplace", lib=library)
+def _(x: Tensor, mask: Tensor | None, dim: int, scale: float, causal: bool, log: bool, bias: Tensor | None = None) -> None:
+    return None
 
 
-_softmax_forward, _softmax_backward = torch.ops.onchip.softmax_forward.default, torch.ops.onchip.softmax_backward.default
+def batched(info: Any, args: tuple[Any, ...], in_dims: tuple[int | None, ...]) -> list[Any]:
+    """Arguments with the batch in front of every tensor, where `dim`, counted from the end, does not see it."""
+    def one(value: Any, at: int | None) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.movedim(at, 0) if at is not None else value.expand(info.batch_size, *value.shape)
+
+    return [one(value, at) for value, at in zip(args, in_dims, strict=True)]
 
 
-@torch.library.register_vmap("onchip::softmax_forward", lib=_library)
+forward_op, backward_op = torch.ops.onchip.softmax_forward.default, torch.ops.onchip.softmax_backward.default
+inplace_op = torch.ops.onchip.softmax_inplace.default
+
+
+@torch.library.register_vmap("onchip::softmax_forward", lib=library)
 def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
-    return _vmap(_softmax_forward, info, in_dims, *args)
+    return forward_op(*batched(info, args, in_dims)), 0
 
 
-@torch.library.register_vmap("onchip::softmax_backward", lib=_library)
+@torch.library.register_vmap("onchip::softmax_backward", lib=library)
 def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
-    return _vmap(_softmax_backward, info, in_dims, *args)
+    return backward_op(*batched(info, args, in_dims)), 0
+
+
+def alone() -> bool:
+    """Nobody watches or changes what torch functions do, apart from reverse mode: an operator's implementation may be called without the
+    dispatcher, which takes some 10 µs for operators in Python."""
+    return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack()
+                or torch._C._len_torch_function_stack() or forward_ad._current_level >= 0)
 
 
 class _Softmax(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
-        return _vmap(_SoftmaxBothModes.apply, info, in_dims, *args)
+        return _SoftmaxBothModes.apply(*batched(info, args, in_dims)), 0
 
     @staticmethod
-    def forward(x: Tensor, mask: Tensor | None, dim: int, scale: float, causal: bool, log: bool, dtype: torch.dtype) -> Tensor:
-        return _softmax_forward(x, mask, dim, scale, causal, log, dtype)
+    def forward(x: Tensor, mask: Tensor | None, dim: int, scale: float, causal: bool, log: bool, dtype: torch.dtype,
+                bias: Tensor | None) -> Tensor:
+        return (_forward if alone() else forward_op)(x, mask, dim, scale, causal, log, dtype, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, mask, dim, scale, causal, log, _ = inputs
+        x, mask, dim, scale, causal, log, _, bias = inputs
         ctx.save_for_backward(output)
         ctx.options = (dim, scale, causal or mask is not None, log, x.dtype)
+        ctx.bias_dtype = None if bias is None else bias.dtype
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (y,) = ctx.saved_tensors
-        gradient = _softmax_backward if torch.compiler.is_compiling() else _SoftmaxGradient.apply
-        return gradient(dy, y, *ctx.options), None, None, None, None, None, None
+        gradient = backward_op if torch.compiler.is_compiling() else _SoftmaxGradient.apply
+        dim, scale, hiding, log, dtype = ctx.options
+        dbias = None
+        if ctx.needs_input_grad[7]:  # of s, before the scale, in float32: both gradients come from it
+            ds = gradient(dy, y, dim, 1.0, hiding, log, torch.float32)
+            dx, dbias = (scale * ds).to(dtype), ds.to(ctx.bias_dtype)
+        else:
+            dx = gradient(dy, y, dim, scale, hiding, log, dtype)
+        return dx, None, None, None, None, None, None, dbias
 
 
 class _SoftmaxBothModes(_Softmax):
@@ -100,20 +133,22 @@ class _SoftmaxBothModes(_Softmax):
         ctx.save_for_forward(output)
 
     @staticmethod
-    def jvp(ctx: Any, tx: Tensor, *_: None) -> Tensor:
+    def jvp(ctx: Any, tx: Tensor | None, *others: Tensor | None) -> Tensor:
         dim, scale, hiding, log, _ = ctx.options
         (y,) = ctx.saved_tensors
-        return reference.tangent(tx, y, Spec(dim, log, scale, False, hiding, y.dtype)).to(y.dtype)
+        moves = [reference.tangent(t, y, Spec(dim, log, factor, False, hiding, y.dtype))
+                 for t, factor in ((tx, scale), (others[-1], 1.0)) if t is not None]
+        return sum(moves[1:], moves[0]).to(y.dtype)
 
 
 class _SoftmaxGradient(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
-        return _vmap(_SoftmaxGradient.apply, info, in_dims, *args)
+        return _SoftmaxGradient.apply(*batched(info, args, in_dims)), 0
 
     @staticmethod
     def forward(dy: Tensor, y: Tensor, dim: int, scale: float, hiding: bool, log: bool, dtype: torch.dtype) -> Tensor:
-        return _softmax_backward(dy, y, dim, scale, hiding, log, dtype)
+        return (_backward if alone() else backward_op)(dy, y, dim, scale, hiding, log, dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -138,14 +173,23 @@ for _function in (_Softmax.forward, _SoftmaxGradient.forward):
     setattr(_function, "__signature__", inspect.signature(_function))  # noqa: B010  functions have no such attribute to a type checker
 
 
-def softmax(x: Tensor, mask: Tensor | None, spec: Spec) -> Tensor:
+def softmax(x: Tensor, mask: Tensor | None, spec: Spec, bias: Tensor | None = None) -> Tensor:
     """`reference.forward` by the kernels, with derivatives of every order."""
-    arguments = (x, mask, spec.dim, spec.scale, spec.causal, spec.log, spec.dtype)
+    arguments = (x, mask, spec.dim, spec.scale, spec.causal, spec.log, spec.dtype, bias)
     if torch.compiler.is_compiling():
         return _Softmax.apply(*arguments)
-    return _SoftmaxBothModes.apply(*arguments) if _differentiated(x) else _softmax_forward(*arguments)
+    if differentiated(x, bias):
+        return _SoftmaxBothModes.apply(*arguments)
+    return (_forward if alone() else forward_op)(*arguments)
 
 
-def _differentiated(x: Tensor) -> bool:
+def softmax_inplace(x: Tensor, mask: Tensor | None, spec: Spec, bias: Tensor | None) -> Tensor:
+    """The same in x's place; nothing can be differentiated."""
+    inplace_op(x, mask, spec.dim, spec.scale, spec.causal, spec.log, bias)
+    return x
+
+
+def differentiated(*inputs: Tensor | None) -> bool:
     """Some derivative may be asked for: reverse mode, a torch.func transform, or forward mode."""
-    return (x.requires_grad and torch.is_grad_enabled()) or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return ((torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs))
+            or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0)

@@ -26,9 +26,11 @@ def hidden_positions(x: Tensor, mask: Tensor | None, causal: bool) -> Tensor | N
     return hidden
 
 
-def truth(x: Tensor, dy: Tensor, dim: int, log: bool, scale: float, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+def truth(x: Tensor, dy: Tensor, dim: int, log: bool, scale: float, mask: Tensor | None, causal: bool,
+          bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """y, dx and the terms dx is a difference of, whose rounding it inherits, in float64 and from the formulas."""
     s, dy = x.double() * scale, dy.double()
+    s = s if bias is None else s + bias.double()
     hidden = hidden_positions(x, mask, causal)
     s = s if hidden is None else torch.where(hidden, -float("inf"), s)
     m = s.amax(dim, keepdim=True)
@@ -44,11 +46,13 @@ def truth(x: Tensor, dy: Tensor, dim: int, log: bool, scale: float, mask: Tensor
     return y, dx, torch.stack(terms)
 
 
-def eager(x: Tensor, dy: Tensor, dim: int, log: bool, scale: float, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+def eager(x: Tensor, dy: Tensor, dim: int, log: bool, scale: float, mask: Tensor | None, causal: bool,
+          bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """y and dx of torch's own kernels in x's dtype: the yardstick."""
     x = x.detach().requires_grad_()
     hidden = hidden_positions(x, mask, causal)
     s = x * scale if scale != 1 else x
+    s = s if bias is None else s + bias
     s = s if hidden is None else s.masked_fill(hidden, -float("inf"))
     y = EAGER[log](s, dim, dtype=dy.dtype)
     return y.detach(), torch.autograd.grad(y, x, dy)[0]
@@ -66,10 +70,11 @@ def same_places(got: Tensor, right: Tensor) -> bool:
 
 
 def agree(x: Tensor, dim: int = -1, *, backend: str = "triton", log: bool = False, scale: Any = None, mask: Tensor | None = None,
-          causal: bool = False, dtype: torch.dtype | None = None, dy: Tensor | None = None) -> tuple[Tensor, Tensor]:
+          bias: Tensor | None = None, causal: bool = False, dtype: torch.dtype | None = None,
+          dy: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Run the operator forward and backward; assert twice torch's own error plus two roundings of the largest term. Returns (y, dx)."""
     leaf = x.detach().requires_grad_()
-    y = NAMES[log](leaf, dim, dtype=dtype, scale=scale, mask=mask, causal=causal, backend=backend)
+    y = NAMES[log](leaf, dim, dtype=dtype, scale=scale, mask=mask, bias=bias, causal=causal, backend=backend)
     assert y.shape == x.shape
     assert y.dtype == (dtype or x.dtype)
     assert y.is_contiguous()
@@ -79,7 +84,7 @@ def agree(x: Tensor, dim: int = -1, *, backend: str = "triton", log: bool = Fals
     assert dx.dtype == x.dtype
     if x.numel() == 0:
         return y.detach(), dx
-    case = (dim, log, 1.0 if scale is None else float(scale), mask, causal)
+    case = (dim, log, 1.0 if scale is None else float(scale), mask, causal, bias)
     right_y, right_dx, terms = truth(x, dy, *case)
     same_y, same_dx = eager(x, dy, *case)
     _close("y", y.detach(), right_y, same_y, right_y)

@@ -1,5 +1,8 @@
-"""Softmax kernels in Triton: `rows` says where a row lies in memory, `plan` which tile serves it, `forward` and `backward` do the work."""
-from onchip.softmax.triton.backward import backward
-from onchip.softmax.triton.forward import forward
+"""Softmax kernels: `rows` says where a row lies in memory, `plan` which kernel and tile serves it, `launch` starts it.
+
+    tile_forward, tile_backward      Triton: whole rows in registers, or in two passes
+    parts_forward, parts_backward    Gluon: long rows in the shared memory of several thread blocks
+"""
+from onchip.softmax.triton.launch import backward, forward
 
 __all__ = ["backward", "forward"]

@@ -1,10 +1,11 @@
-"""Which tile serves which row: a static table by width. Nothing is tuned at run time.
+"""Which kernel and tile serves which row: static tables by width. Nothing is tuned at run time.
 
     resident   the whole row in registers: one read, one write
-    streamed   two passes over blocks of the row: (m, l) online, then the result; two reads, one write, any width
+    parts      a row in the shared memory of a group of thread blocks (`parts`): one read, one write, however wide
+    streamed   two passes over blocks of the row: (m, l) online, then the result; two reads, one write: what no other plan takes
 
-A tile is rows × columns, and so the same kernel serves both orders of memory: *along* the row (its elements are neighbours; few rows) and
-*across* it (neighbouring rows lie side by side, as in softmax over dim 0: enough rows for whole sectors).
+A resident or streamed tile is rows × columns, and so the same kernel serves both orders of memory: *along* the row (its elements are
+neighbours; few rows) and *across* it (neighbouring rows lie side by side, as in softmax over dim 0: enough rows for whole sectors).
 """
 from dataclasses import dataclass
 
@@ -21,12 +22,15 @@ class Plan:
 
 
 # Along the row: width, a power of two → warps of the program that holds one row. Measured on an H200 (2²⁷ elements, forward and backward)
-# beside half and twice as many warps: within 2 % of the best in the mean of bf16 and fp32, 4.0–4.3 TB/s up to 8192 columns. At 32768 a
-# backward spills some 20 registers and still moves 4.19 (bf16) and 3.95 (fp32) TB/s, where two passes reach 3.0.
+# beside half and twice as many warps: within 2 % of the best in the mean of bf16 and fp32, 4.0–4.3 TB/s up to 8192 columns.
 RESIDENT_WARPS = {1024: 2, 2048: 4, 4096: 8, 8192: 8, 16384: 16, 32768: 16}
+# Rows that start inside a vector: the 16 elements of their ends cost each thread as much as 8 of its own, so it gets 32. With 16 a forward
+# took 30 instructions an element, of the 32 that an SM issues at the memory's rate: 3.23 TB/s at 4095, where 4096 had 4.07.
+EDGES_EACH = 32
 SHORT_TILE, SHORT_WARPS = 1024, 1  # narrower rows share a program of this many elements
 # Two passes: what pays is bytes in flight, more than rows in L2. 1, 2, 4 programs an SM: 1.7, 2.2, 2.7 TB/s at 65536 columns of bf16.
 STREAMED = Plan(False, 1, 8192, 8, 4)
+EDGES_FROM = 512  # columns from which rows that start inside a vector are worth two more instructions for their ends
 
 # Across the rows: 64 rows × 2 bytes fill a 128-byte line; 16 still fill a 32-byte sector. Streamed, over dim 0 of 8192 columns of bf16:
 # 1.44 TB/s with 64 × 128, 1.38 with 16 × 512.
@@ -34,12 +38,64 @@ ACROSS_ROWS, ACROSS_LEAST, ACROSS_TILE, ACROSS_WARPS = 64, 16, 8192, 8
 ACROSS_STREAMED = Plan(False, 64, 128, 8, 2)
 
 
-def choose(n: int, across: bool) -> Plan:
-    """The plan for rows of `n` elements, however many there are."""
+def choose(n: int, across: bool, edges: bool = False) -> Plan:
+    """The tile for rows of `n` elements, however many there are; `edges`: they start and end inside vectors."""
     width = 1 << (n - 1).bit_length()  # the least power of two ≥ n
     if across:
         fits = ACROSS_LEAST * width <= ACROSS_TILE
         return Plan(True, min(ACROSS_ROWS, ACROSS_TILE // width), width, ACROSS_WARPS) if fits else ACROSS_STREAMED
     if width < SHORT_TILE:
         return Plan(True, SHORT_TILE // width, width, SHORT_WARPS)
-    return Plan(True, 1, width, RESIDENT_WARPS[width]) if width in RESIDENT_WARPS else STREAMED
+    if width not in RESIDENT_WARPS:
+        return STREAMED
+    return Plan(True, 1, width, min(16, width // (32 * EDGES_EACH)) if edges else RESIDENT_WARPS[width])
+
+
+@dataclass(frozen=True)
+class Parts:
+    """`group` thread blocks a row, each with `slots` slots of 256 threads × `vectors` × 16 bytes (of every input)."""
+
+    group: int
+    slots: int
+    blocks_per_sm: int
+    vectors: int
+    registers: int  # at most, a thread: that so many blocks do fit on an SM
+
+    def columns(self, vector: int) -> int:
+        """Elements of a part."""
+        return self.slots * 32 * PARTS_WARPS * self.vectors * vector
+
+    def groups(self, rows: int, processors: int) -> int:
+        """How many share the rows: of those that run at once, as many as finish together."""
+        rounds = -(-rows // (self.blocks_per_sm * processors // self.group))
+        return -(-rows // rounds)
+
+
+PARTS_WARPS = 8
+PARTS_VECTORS = 2  # with four, ptxas of Triton 3.6 spills at 80 registers, and nothing is gained
+PARTS_REGISTERS, PARTS_PER_SM = 80, 3  # 64 registers and four blocks an SM: up to 3 % less
+PARTS_SLOTS = (8, 4)  # of a block, at most (forward, backward): 64 KB, so that three blocks share an SM
+BESIDE_SLOTS = 2048  # bytes of shared memory a block: a reduction's, and what the card keeps for itself
+# The longest rows that registers serve better, by elements of a vector and direction. TB/s from registers and in parts, copy 4.2: forward
+# bf16 8192 4.07 and 3.49, 16384 3.70 and 3.73, 32768 3.13 and 3.62; fp32 32768 3.93 and 3.62; backward bf16 32768 4.16 and 3.85.
+PARTS_BEYOND = {(8, False): 8192, (4, False): 32768, (8, True): 32768, (4, True): 32768}
+
+
+def choose_parts(rows: int, n: int, vector: int, edges: bool, processors: int, shared_memory: int, backward: bool) -> Parts | None:
+    """How rows of `n` elements, accessed by vectors of `vector`, are cut on a card of `processors` SMs with `shared_memory` bytes a block.
+
+    Few rows are cut in more parts, so that every SM has one. None where registers are better, or where a group would not fit on the card
+    (an H200: beyond 12 million elements of 16 bits).
+    """
+    if n <= PARTS_BEYOND[vector, backward] or n >= 2**30 or rows >= 2**31:
+        return None
+    slot = 32 * PARTS_WARPS * PARTS_VECTORS * vector
+    slots = -(-(n + (vector - 1) * edges) // slot)  # a row that starts inside a vector is that much longer
+    group = -(-slots // PARTS_SLOTS[backward])
+    if rows * group < processors:
+        group = min(slots, max(group, processors // rows))
+    most = -(-slots // group)
+    group = -(-slots // most)
+    blocks = min(PARTS_PER_SM, (shared_memory + 1024) // ((1 + backward) * most * slot // vector * 16 + BESIDE_SLOTS))
+    return Parts(group, most, blocks, PARTS_VECTORS, PARTS_REGISTERS) if group <= blocks * processors else None
+

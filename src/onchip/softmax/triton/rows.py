@@ -2,8 +2,13 @@
 
 Row r has coordinates (i₂, i₁, i₀) in dimensions of sizes (·, n₁, n₀); element j of it lies at i₂·s₂ + i₁·s₁ + i₀·s₀ + j·s of each tensor.
 A tile takes its rows from the innermost dimension, or from the rows in one line when that dimension is shorter than the tile ("packed").
+
+**Vectors.** A thread's access is 16 bytes wide where the compiler can see that nothing forbids it. Elements that follow each other are not
+enough: rows of 1001 elements start anywhere, and a bound that is no multiple of a vector cuts vectors in two. So offsets are rounded to
+vectors here, in a way the compiler understands, and a row that starts or ends inside a vector ("edges") is read in two pieces: its whole
+vectors, and the elements of its first and last one one by one. An index w then counts from the vector in which the row starts, `lead`
+elements before it.
 """
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -23,12 +28,20 @@ INT32_MAX = 2**31 - 1
 class Rows:
     """Tensors of one shape seen as rows of `n` elements, and the tiles that cover them."""
 
-    strides: tuple[tuple[int, int, int, int], ...]  # of each tensor: s₂, s₁, s₀, s
+    strides: dict[str, tuple[int, int, int, int]]  # of each tensor: s₂, s₁, s₀, s
     n: int
     n0: int
     n1: int
     groups: int  # n₂·n₁
     plan: Plan
+    vector: int  # elements that are accessed at once
+    edges: bool  # rows start and end inside vectors, in all tensors at the same elements
+    mask_vector: int  # as `vector`, of the mask
+
+    @property
+    def count(self) -> int:
+        """All rows."""
+        return self.groups * self.n0
 
     @property
     def packed(self) -> bool:
@@ -43,7 +56,7 @@ class Rows:
     @cached_property
     def tiles(self) -> int:
         """All tiles. Below 2³¹: every tile but the last of a dimension is full, and no memory holds 2³¹ full ones."""
-        return triton.cdiv(self.groups * self.n0, self.plan.block_m) if self.packed else self.groups * self.tiles_a_group
+        return triton.cdiv(self.count, self.plan.block_m) if self.packed else self.groups * self.tiles_a_group
 
     def programs(self, device: torch.device) -> int:
         """One for each tile, or as many as a streamed plan keeps in flight."""
@@ -54,56 +67,72 @@ class Rows:
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
-        """What every kernel is told about its tiles, and Triton about its warps."""
+        """What every tile kernel is told of its rows and tiles."""
         plan = self.plan
-        reach = (self.n + plan.block_n) * max(1, *(s[3] for s in self.strides))
+        reach = (self.n + plan.block_n + 2 * self.vector * self.edges) * max(1, *(s[3] for s in self.strides.values()))
         shape = {"n": self.n, "n0": self.n0, "n1": self.n1, "groups": self.groups, "tiles_a_group": self.tiles_a_group,
-                 "PACKED": self.packed, "WIDE": reach > INT32_MAX}
-        if not plan.resident:
-            shape |= {"tiles": self.tiles, "blocks": triton.cdiv(self.n, plan.block_n)}
-        return shape | {"BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "num_warps": plan.warps}
+                 "tiles": self.tiles, "blocks": triton.cdiv(self.n, plan.block_n)}
+        constants = {"FLAT": self.groups == 1, "PACKED": self.packed, "WIDE": reach > INT32_MAX, "VECTOR": self.vector, "EDGES": self.edges,
+                     "MASK_VECTOR": self.mask_vector, "BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n}
+        return shape | constants | {f"strides_{name}": steps for name, steps in self.strides.items()}
 
 
-def fold(tensors: tuple[Tensor, ...], dim: int, queries: bool = False) -> tuple[Rows, tuple[Tensor, ...]]:
+def fold(tensors: dict[str, Tensor], dim: int, queries: bool = False, wide: tuple[str, ...] = ("x", "y")) -> Rows | None:
     """`tensors`, of one shape and not empty, as rows along `dim` < 0; with `queries` the second last dimension is n₀ by itself.
 
-    Strides that need more than three row dimensions are rare enough for a copy; results, being contiguous, are never what is copied.
+    Those in `wide` are accessed by vectors of 16 bytes of the first tensor where that can be. None when their strides need more than
+    three row dimensions.
     """
-    rows = layout(tensors[0].shape, tuple(t.stride() for t in tensors), dim, queries)
-    return (rows, tensors) if rows else fold(tuple(t.contiguous() for t in tensors), dim, queries)
+    first = next(iter(tensors.values()))
+    aligned = all(t.data_ptr() % 16 == 0 for t in tensors.values())
+    return layout(first.shape, tuple((name, t.stride()) for name, t in tensors.items()), dim, queries, wide,
+                  16 // first.element_size() if aligned else 1)
 
 
 @lru_cache(maxsize=4096)
-def layout(shape: torch.Size, strides: tuple[tuple[int, ...], ...], dim: int, queries: bool) -> Rows | None:
-    """Row dimensions: neighbours merge where they are one run of memory in every tensor. None when more than three remain."""
+def layout(shape: torch.Size, strides: tuple[tuple[str, tuple[int, ...]], ...], dim: int, queries: bool, wide: tuple[str, ...],
+           vector: int) -> Rows | None:
+    """`fold` by strides; `vector`: elements that may be accessed at once where they follow each other and start at a multiple of it."""
     runs: list[tuple[int, tuple[int, ...]]] = []  # (size, stride of each tensor), outermost first
     for d in range(-len(shape), 0):
         alone = queries and d == -2
         if d == dim or (shape[d] == 1 and not alone):
             continue
-        steps = tuple(s[d] for s in strides)
+        steps = tuple(s[d] for _, s in strides)
+        # neighbours merge where they are one run of memory in every tensor
         if runs and not alone and all(outer == inner * shape[d] for outer, inner in zip(runs[-1][1], steps, strict=True)):
             runs[-1] = (runs[-1][0] * shape[d], steps)
         else:
             runs.append((shape[d], steps))
     if len(runs) > 3:
         return None
-    (n2, s2), (n1, s1), (n0, s0) = [(1, (0,) * len(strides))] * (3 - len(runs)) + runs
-    n, s = shape[dim], tuple(s[dim] for s in strides)
-    across = n > 1 and any(0 < row < column for row, column in zip(s0, s, strict=True))
-    return Rows(tuple(zip(s2, s1, s0, s, strict=True)), n, n0, n1, n2 * n1, plans.choose(n, across))
-
-
-def on(device: torch.device) -> Any:
-    """Launch there: a kernel goes to the current device, wherever its tensors are."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    n, none = shape[dim], (0,) * len(strides)
+    (n2, s2), (n1, s1), (n0, s0) = [(1, none)] * (3 - len(runs)) + runs
+    if n0 == 1:
+        s0 = none
+    columns = tuple(s[dim] for _, s in strides)
+    across = n > 1 and any(0 < row < column for row, column in zip(s0, columns, strict=True))
+    of = {name: steps for (name, _), *steps in zip(strides, s2, s1, s0, columns, strict=True)}
+    whole, edges = n % vector == 0, n >= plans.EDGES_FROM  # what vectors need: rows made of them, or worth two ends beside them
+    for s in zip(*(of[name][:3] for name in wide), strict=True):
+        whole &= all(step % vector == 0 for step in s)
+        edges &= all((step - s[0]) % vector == 0 for step in s)
+    if across or any(of[name][3] != 1 for name in wide) or not (whole or edges):
+        whole, vector = True, 1
+    mask_vector = vector if whole and "mask" in of and of["mask"][3] == 1 and all(s % vector == 0 for s in of["mask"][:3]) else 1
+    places = {name: (a, b, c, d) for name, (a, b, c, d) in of.items()}
+    return Rows(places, n, n0, n1, n2 * n1, plans.choose(n, across, not whole), vector, not whole, mask_vector)
 
 
 @triton.jit
-def locate(tile, n0, n1, groups, tiles_a_group, PACKED: tl.constexpr, BLOCK_M: tl.constexpr):
-    """i₂, i₁, i₀ of a tile's rows, in 64 bits, and which of them exist."""
+def locate(tile, n0, n1, groups, tiles_a_group, FLAT: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr):
+    """i₂, i₁, i₀ of a tile's rows, in 64 bits, and which of them exist. FLAT: there is one group."""
     lanes = tl.arange(0, BLOCK_M)
-    if PACKED:
+    if FLAT:  # no division: it would take as many instructions as two elements of a row
+        group = tl.cast(0, tl.int64)
+        i0 = tl.cast(tile, tl.int64) * BLOCK_M + lanes
+        exists = i0 < n0
+    elif PACKED:
         row = tl.cast(tile, tl.int64) * BLOCK_M + lanes
         group = row // n0
         i0 = row % n0
@@ -116,14 +145,33 @@ def locate(tile, n0, n1, groups, tiles_a_group, PACKED: tl.constexpr, BLOCK_M: t
 
 
 @triton.jit
-def begin(tensor, strides, i2, i1, i0):
-    """Pointers to the first element of each row."""
-    return tensor + (i2 * strides[0] + i1 * strides[1] + i0 * strides[2])[:, None]
+def begin(tensor, strides, i2, i1, i0, VECTOR: tl.constexpr):
+    """Pointers to the vector in which each row begins."""
+    return tensor + ((i2 * strides[0] + i1 * strides[1] + i0 * strides[2]) // VECTOR * VECTOR)[:, None]
 
 
 @triton.jit
-def columns(block, BLOCK_N: tl.constexpr, WIDE: tl.constexpr):
-    """Indices of a block's columns, in 64 bits where they or their distances need it."""
+def lead(strides, i2, i1, i0, VECTOR: tl.constexpr, EDGES: tl.constexpr):
+    """Elements from there to the row's first one."""
+    return ((i2 * strides[0] + i1 * strides[1] + i0 * strides[2]) % VECTOR).to(tl.int32)[:, None] if EDGES else 0
+
+
+@triton.jit
+def columns(block, lead, n, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr):
+    """Indices w of a block of whole vectors, in 64 bits where they or their distances need it, and which of them are the row's."""
     if WIDE:
         block = tl.cast(block, tl.int64)
-    return block * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    w = block * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    if EDGES:
+        w += VECTOR
+        return w, w // VECTOR * VECTOR + VECTOR <= lead + n
+    return w, w // VECTOR * VECTOR < n
+
+
+@triton.jit
+def ends(lead, n, VECTOR: tl.constexpr):
+    """The same for the row's first vector and its last one, element by element."""
+    q = tl.arange(0, 2 * VECTOR)[None, :]
+    last = tl.maximum((lead + n) // VECTOR * VECTOR, VECTOR)
+    w = tl.where(q < VECTOR, q, last + q - VECTOR)
+    return w, (w >= lead) & (w < lead + n)

@@ -1,0 +1,226 @@
+"""From tensors and a `Spec` to launches.
+
+Shapes, strides, alignment and options decide everything about a call but its pointers. So what a kind of call needs is worked out once and
+remembered, and Triton's own work on a kernel's arguments (15–35 µs) is skipped from the second call on.
+"""
+from collections.abc import Callable
+from contextlib import nullcontext
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onchip.launcher import Launcher
+from onchip.softmax.contract import Spec
+from onchip.softmax.triton import plan as plans
+from onchip.softmax.triton import tile_backward, tile_forward
+from onchip.softmax.triton.rows import Rows, fold
+
+PER_THREAD = 2  # CUDA's handle of the calling thread's default stream
+WORDS = 1 << 13  # through which groups exchange: 4 for each thread block
+REMEMBERED = 4096  # kinds of calls
+
+
+class Launch:
+    """A kernel, its grid and all its arguments but the `tensors` first ones and, for parts of rows, what they exchange through."""
+
+    def __init__(self, kernel: Any, grid: int, tensors: int, named: dict[str, Any], options: dict[str, Any], rounds: int = 0) -> None:
+        self.kernel, self.grid, self.tensors, self.options = kernel, grid, tensors, options
+        self.rounds = rounds  # rows that a group works through; 0 for other kernels
+        self.rest = tuple(named[name] for name in kernel.arg_names if name in named)
+        self.launcher: Launcher | None = None
+
+    def __call__(self, *tensors: Tensor) -> None:
+        """Launch on the current stream of the first tensor's device."""
+        device, tensors = tensors[0].device, tensors[: self.tensors]
+        if device.type != "cuda":
+            self._first(*tensors, *exchange(device, 0, self.rounds))
+            return
+        with nullcontext() if device.index == torch._C._cuda_getDevice() else torch.cuda.device(device):
+            stream = torch._C._cuda_getCurrentRawStream(device.index)
+            through = exchange(device, stream, self.rounds)
+            if self.launcher is None:
+                self._first(*tensors, *through)
+            else:
+                self.launcher(self.grid, stream, (*[t.data_ptr() for t in tensors], *_pointers(through), *self.rest))
+
+    def _first(self, *arguments: Any) -> None:
+        """By Triton's own path, which compiles; from then on by its launcher, where there is one."""
+        compiled = self.kernel[(self.grid,)](*arguments, *self.rest, **self.options)
+        if Launcher.serves(compiled):
+            self.launcher = Launcher(compiled)
+
+
+class _Exchange:
+    """Words of a stream, whose launches follow each other, and the next tag that no launch has used."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.words, self.tag, self.lock = torch.zeros(WORDS, dtype=torch.int64, device=device), 1, Lock()
+
+    def tags(self, rounds: int) -> int:
+        """The first of `rounds` new tags."""
+        with self.lock:  # two threads may launch on one stream
+            if self.tag + rounds >= 2**31:
+                self.words.zero_()
+                self.tag = 1
+            self.tag += rounds
+            return self.tag - rounds
+
+
+_EXCHANGES: dict[tuple[torch.device, int], _Exchange] = {}
+
+
+def exchange(device: torch.device, stream: int, rounds: int) -> tuple[Any, ...]:
+    """(words, tag) for a launch of `rounds` exchanges; nothing for none.
+
+    A graph may be replayed on any stream, and one handle names the default streams of all threads: their launches get their own words.
+    """
+    if not rounds:
+        return ()
+    if device.type != "cuda" or stream == PER_THREAD or torch.cuda.is_current_stream_capturing():
+        return _Exchange(device).words, 1
+    found = _EXCHANGES.get((device, stream))
+    if found is None:
+        found = _EXCHANGES[device, stream] = _Exchange(device)
+    return found.words, found.tags(rounds)
+
+
+_LAUNCHES: dict[tuple[Any, ...], Any] = {}
+
+
+def remembered(device: torch.device, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    """What `make` gave for `key`, unless it was None. Nothing is kept of meta tensors: their card is imagined, another one each time."""
+    key = (device, *key)
+    found = _LAUNCHES.get(key)
+    if found is None:
+        found = make()
+        if len(_LAUNCHES) >= REMEMBERED:
+            _LAUNCHES.clear()
+        if found is not None and device.type != "meta":
+            _LAUNCHES[key] = found
+    return found
+
+
+def kind(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """What decides how tensors of one shape are read and written."""
+    return tuple(t if t is None else (t.stride(), t.dtype, t.data_ptr() % 16) for t in tensors)
+
+
+def forward(x: Tensor, mask: Tensor | None, spec: Spec, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """`onchip.softmax.reference.forward` for float16, bfloat16 and float32; into `out`, which may be x, where it is given.
+
+    `mask` and `bias` have x's shape. A spec of sums gives log Σ exp s, of size 1 along the dimension.
+    """
+    y = torch.empty(spec.shape(x), dtype=spec.dtype, device=x.device) if out is None else out
+    if x.numel() == 0:
+        return y.fill_(-torch.inf)  # no element, or sums of none
+    mask = None if mask is None else mask.view(torch.uint8)
+    launch = remembered(x.device, (x.shape, spec, *kind(x, y, mask, bias)), lambda: _forward(x, y.expand(x.shape), mask, bias, spec))
+    if launch is None:  # strides that need more than three row dimensions are rare enough for copies
+        mask, bias = (None if t is None else t.contiguous() for t in (mask, bias))
+        y = forward(x.contiguous(), mask, spec, bias)
+        return y if out is None else out.copy_(y)
+    launch(x, y, x if mask is None else mask, x if bias is None else bias)
+    return y
+
+
+def _forward(x: Tensor, y: Tensor, mask: Tensor | None, bias: Tensor | None, spec: Spec) -> Launch | None:
+    tensors = {name: t for name, t in (("x", x), ("y", y), ("mask", mask), ("bias", bias)) if t is not None}
+    rows = fold(tensors, spec.dim, spec.causal, ("x",) if spec.summed else ("x", "y"))
+    if rows is None:
+        return None
+    named = {"scale": spec.scale, "WANTED": 2 if spec.summed else int(spec.log), "SCALED": spec.scale != 1.0, "MASKED": mask is not None,
+             "CAUSAL": spec.causal}
+    parts = _parts(rows, x, False) if bias is None and spec.scale != 0.0 else None
+    if parts:
+        from onchip.softmax.triton.parts_forward import parts_forward
+
+        return _launch_parts(parts_forward, rows, parts, 3, named, x.device)
+    absent = dict.fromkeys({"strides_mask", "strides_bias"} - rows.arguments.keys(), (0, 0, 0, 0))
+    return _launch_tiles(tile_forward, rows, 4, {**named, **absent, "BIASED": bias is not None}, x.device)
+
+
+def backward(dy: Tensor, y: Tensor, spec: Spec, into: torch.dtype) -> Tensor:
+    """`onchip.softmax.reference.backward` for float16, bfloat16 and float32; the gradient's type is `into`."""
+    dx = torch.empty(y.shape, dtype=into, device=y.device)
+    if dx.numel() == 0:
+        return dx
+    launch = remembered(y.device, (y.shape, spec, *kind(dy, y, dx)), lambda: _backward(dy, y, dx, spec))
+    if launch is None:
+        return backward(dy.contiguous(), y.contiguous(), spec, into)
+    launch(dy, y, dx)
+    return dx
+
+
+def _backward(dy: Tensor, y: Tensor, dx: Tensor, spec: Spec) -> Launch | None:
+    rows = fold({"dy": dy, "y": y, "dx": dx}, spec.dim, False, ("dy", "y", "dx"))
+    if rows is None:
+        return None
+    named = {"scale": spec.scale, "LOG": spec.log, "SCALED": spec.scale != 1.0, "HIDING": spec.hiding}
+    parts = _parts(rows, y, True) if dy.dtype == y.dtype else None
+    if parts:
+        from onchip.softmax.triton.parts_backward import parts_backward
+
+        return _launch_parts(parts_backward, rows, parts, 3, named, y.device)
+    return _launch_tiles(tile_backward, rows, 3, named, y.device)
+
+
+def _launch_tiles(module: Any, rows: Rows, tensors: int, named: dict[str, Any], device: torch.device) -> Launch:
+    kernel = module._resident if rows.plan.resident else module._streamed
+    return Launch(kernel, rows.programs(device), tensors, {**rows.arguments, **named}, {"num_warps": rows.plan.warps})
+
+
+def _parts(rows: Rows, x: Tensor, backward: bool) -> plans.Parts | None:
+    """How the rows are cut, where parts serve them."""
+    if rows.vector == 1 or x.device.type not in ("cuda", "meta") or not torch.cuda.is_available() or torch.version.hip:
+        return None
+    if torch.cuda.get_device_capability(_real(x.device)) < (8, 0):
+        return None
+    card = torch.cuda.get_device_properties(_real(x.device))
+    return plans.choose_parts(rows.count, rows.n, rows.vector, rows.edges, card.multi_processor_count, card.shared_memory_per_block_optin,
+                              backward)
+
+
+def _real(device: torch.device) -> torch.device | None:
+    """Where launches for meta tensors, which `onchip inspect` makes, would go."""
+    return device if device.type == "cuda" else None
+
+
+def _launch_parts(kernel: Any, rows: Rows, parts: plans.Parts, tensors: int, named: dict[str, Any], device: torch.device) -> Launch:
+    groups = parts.groups(rows.count, torch.cuda.get_device_properties(_real(device)).multi_processor_count)
+    strides = {f"{name}{2 - at}": steps[at] for name, steps in rows.strides.items() for at in range(3)}
+    absent = dict.fromkeys({"mask2", "mask1", "mask0", "mask_step"}, 0)
+    shape = {**absent, "rows": rows.count, "n": rows.n, "n0": rows.n0, "n1": rows.n1, **strides}
+    if "mask" in rows.strides:
+        shape["mask_step"] = rows.strides["mask"][3]
+    constants = {"VECTOR": rows.vector, "EDGES": rows.edges, "GROUP": parts.group, "VECTORS": parts.vectors, "BLOCK_M": 1,
+                 "BLOCK_N": parts.columns(rows.vector)}
+    options = {"num_warps": plans.PARTS_WARPS, "maxnreg": parts.registers, "launch_cooperative_grid": parts.group > 1}
+    return Launch(kernel, groups * parts.group, tensors, {**shape, **constants, **named}, options, -(-rows.count // groups))
+
+
+def quick(x: Tensor, spec: Spec) -> Callable[[Tensor], Tensor] | None:
+    """`forward` for tensors just like `x`, which has been through it, with nothing left to decide; None where that cannot be."""
+    y = torch.empty(spec.shape(x), dtype=spec.dtype, device=x.device)
+    launch = _LAUNCHES.get((x.device, x.shape, spec, *kind(x, y, None, None)))
+    if launch is None or launch.launcher is None:
+        return None
+    shape, dtype, device, index = y.shape, y.dtype, x.device, x.device.index
+    alike = dtype == x.dtype and x.is_contiguous()  # the quickest way to make y
+    start, grid, rest, rounds, unused = launch.launcher, launch.grid, launch.rest, launch.rounds, (0,) * (launch.tensors - 2)
+
+    def run(x: Tensor) -> Tensor:
+        if torch._C._cuda_getDevice() != index:
+            return forward(x, None, spec)
+        y = torch.empty_like(x) if alike else torch.empty(shape, dtype=dtype, device=device)
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        through = _pointers(exchange(device, stream, rounds)) if rounds else ()
+        start(grid, stream, (x.data_ptr(), y.data_ptr(), *unused, *through, *rest))
+        return y
+
+    return run
+
+
+def _pointers(through: tuple[Any, ...]) -> tuple[int, ...]:
+    return (through[0].data_ptr(), through[1]) if through else ()

@@ -1,0 +1,101 @@
+"""Long rows, cut in parts that wait on chip: what the forward and the backward of such rows share (Gluon; NVIDIA, from Ampere on).
+
+A row of 64 KB and more is more than a thread block's registers hold without spills, and a second read from memory costs a third of the
+time. So a *group* of thread blocks takes a row, each a part of it in shared memory:
+
+    fetch        16 bytes a thread at a time straight into shared memory (cp.async), slot by slot
+    statistics   of each slot as it arrives, in each thread by itself; joined once, across the thread block
+    exchange     through memory, if the group is more than one block: words of 64 bits, value and tag together, so no fence and no flag
+    result       from shared memory, slot by slot; a slot is refilled from the next row as soon as it is read, so reading never stops
+
+Thread blocks are persistent, and a grid with groups is launched cooperatively: all blocks of a group run, so no wait is forever.
+
+**Rows that start anywhere.** A row is read through the aligned window around it, from `lead` elements before its start: every access is
+one of 16 bytes, whatever the row's length. What a window holds beyond its row, and what a mask hides, is overwritten in shared memory.
+"""
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+WARPS = gl.constexpr(8)
+THREADS = gl.constexpr(256)
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.constexpr_function
+def thread_layout(vectors, vector):
+    """[vectors, threads, elements of a vector]: a thread reads what it copied itself."""
+    return gl.BlockedLayout([vectors, 1, vector], [1, 32, 1], [1, 8, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def slot_layout(vector):
+    """Neighbours in memory stay neighbours."""
+    return gl.SwizzledSharedLayout(vector, 1, 1, [2, 1, 0])
+
+
+@gluon.jit
+def places(VECTORS: gl.constexpr, VECTOR: gl.constexpr):
+    """Places in a slot, [VECTORS, THREADS, VECTOR]."""
+    layout: gl.constexpr = thread_layout(VECTORS, VECTOR)
+    a = gl.arange(0, VECTORS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    t = gl.arange(0, THREADS, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    v = gl.arange(0, VECTOR, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    return (a * THREADS + t) * VECTOR + v
+
+
+@gluon.jit
+def fetch(slot, window, first, end, VECTORS: gl.constexpr, VECTOR: gl.constexpr):
+    """Start to copy a slot from `first` elements after `window`, a pointer to 16 aligned bytes; nothing from `end` on is needed."""
+    w = first + places(VECTORS, VECTOR)
+    async_copy.async_copy_global_to_shared(slot, window + w, mask=w // VECTOR * VECTOR < end)
+
+
+@gluon.jit
+def row_start(row, n0, n1, s2, s1, s0):
+    """Offset of a row's first element, in 64 bits."""
+    i0, above = row % n0, row // n0
+    return (above // n1).to(gl.int64) * s2 + (above % n1).to(gl.int64) * s1 + i0.to(gl.int64) * s0
+
+
+@gluon.jit
+def exp(s):
+    """In two instructions; `gl.exp` takes five, to keep results below 2⁻¹²⁶."""
+    return gl.exp2(s * LOG2E)
+
+
+@gluon.jit
+def publish(word, value, tag):
+    """Make a scalar known to the group: one 64-bit word, tag above value."""
+    bits = value.to(gl.int32, bitcast=True).to(gl.int64) & 0xFFFFFFFF
+    gl.atomic_xchg(word, (tag.to(gl.int64) << 32) | bits, sem="relaxed")
+
+
+@gluon.constexpr_function
+def padded(group):
+    """The least power of two that holds the group."""
+    return 1 << (group - 1).bit_length()
+
+
+@gluon.jit
+def collect(words, tag, default, GROUP: gl.constexpr):
+    """The group's values and, up to a power of two, `default`; waits until all carry the tag."""
+    p = gl.arange(0, padded(GROUP), gl.BlockedLayout([1], [32], [WARPS], [0]))
+    there = p < GROUP
+    known = gl.load(words + p, mask=there, other=0, volatile=True)
+    while gl.sum((there & ((known >> 32).to(gl.int32) != tag)).to(gl.int32), 0) > 0:
+        known = gl.load(words + p, mask=there, other=0, volatile=True)
+    return gl.where(there, known.to(gl.int32).to(gl.float32, bitcast=True), default)
+
+
+@gluon.jit
+def store(row, result, first, lead, end, VECTORS: gl.constexpr, VECTOR: gl.constexpr, EDGES: gl.constexpr):
+    """Store a slot of a row whose window begins at `row`: whole vectors at once, those at its ends element by element."""
+    w = first + places(VECTORS, VECTOR)
+    if EDGES:
+        v = w // VECTOR * VECTOR
+        gl.store(row + w, result, mask=(v >= lead) & (v + VECTOR <= end))
+        if (first < lead) | (first + VECTORS * THREADS * VECTOR > end):
+            gl.store(row + w, result, mask=(w >= lead) & (w < end) & ((v < lead) | (v + VECTOR > end)))
+    else:
+        gl.store(row + w, result, mask=w // VECTOR * VECTOR < end)

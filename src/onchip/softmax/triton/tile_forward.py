@@ -1,0 +1,128 @@
+"""Forward kernels: s = scale · x + bias, hidden positions selected to −∞; y = exp(s − m) / l, (s − m) − log l, or a row's m + log l alone.
+
+exp(s − m) is 2^((s − m) · log₂e): the subtraction first, where it is exact or nearly so, and two instructions after it; Triton's own `exp`
+takes five, to keep results below 2⁻¹²⁶.
+"""
+import triton
+import triton.language as tl
+
+from onchip.softmax.triton.rows import begin, columns, ends, lead, locate
+
+LOG2E = tl.constexpr(1.4426950408889634)
+Y, LOG_Y, SUM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what is wanted: y, log y or log Σ exp s
+
+
+@triton.jit
+def _scores(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, scale, n, n0, SCALED: tl.constexpr,
+            MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr):
+    """s of a block in float32; −∞ is selected, after scaling, where a position is hidden or does not exist."""
+    keep &= exists[:, None]
+    if CAUSAL:
+        keep &= w - lead <= (i0 + (n - n0))[:, None]  # what lies above the triangle is not read
+    if not (SCALED or BIASED or MASKED):
+        return tl.load(x + w * step_x, mask=keep, other=float("-inf")).to(tl.float32)
+    s = tl.load(x + w * step_x, mask=keep, other=0.0).to(tl.float32)
+    if SCALED:
+        s *= scale
+    if BIASED:
+        s += tl.load(bias + (w - lead) * step_bias, mask=keep, other=0.0).to(tl.float32)
+    if MASKED:
+        keep &= tl.load(mask + (w - lead) * step_mask, mask=keep, other=0) != 0
+    return tl.where(keep, s, float("-inf"))
+
+
+@triton.jit
+def _shift(m, WANTED: tl.constexpr):
+    """What to subtract: m, or 0 in a row of −∞ so far, where −∞ − −∞ would be NaN. A NaN need not reach m: it reaches l.
+
+    A sum may be +∞, where y is NaN: then 0 as well.
+    """
+    m = tl.where(m == float("-inf"), 0.0, m)
+    return tl.where(m == float("inf"), 0.0, m) if WANTED == SUM else m
+
+
+@triton.jit
+def _exp(s):
+    return tl.exp2(s * LOG2E)
+
+
+@triton.jit
+def _normalise(s, shift, l, WANTED: tl.constexpr, HIDING: tl.constexpr):
+    """y of a block. l = 0 is a row of −∞ only: 0/0 and −∞ − log 0 give torch's NaN, l = 1 the empty row's 0 and −∞."""
+    if HIDING:
+        l = tl.where(l == 0.0, 1.0, l)
+    s -= shift[:, None]
+    return s - tl.log(l)[:, None] if WANTED == LOG_Y else _exp(s) * (1.0 / l)[:, None]
+
+
+@triton.jit
+def _resident(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, scale, n, n0, n1, groups, tiles_a_group,
+              FLAT: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
+              MASK_VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WANTED: tl.constexpr, SCALED: tl.constexpr,
+              MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr):
+    """A tile of whole rows, read once and written once."""
+    i2, i1, i0, exists = locate(tl.program_id(0), n0, n1, groups, tiles_a_group, FLAT, PACKED, BLOCK_M)
+    before = lead(strides_x, i2, i1, i0, VECTOR, EDGES)
+    row_x, row_mask = begin(x, strides_x, i2, i1, i0, VECTOR), begin(mask, strides_mask, i2, i1, i0, MASK_VECTOR)
+    row_bias = begin(bias, strides_bias, i2, i1, i0, 1)
+    w, keep = columns(0, before, n, BLOCK_N, WIDE, VECTOR, EDGES)
+    s = _scores(row_x, row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], w, keep, before, i0, exists, scale, n, n0,
+                SCALED, MASKED, BIASED, CAUSAL)
+    m = tl.max(s, axis=1)
+    if EDGES:
+        w_ends, keep_ends = ends(before, n, VECTOR)
+        s_ends = _scores(row_x, row_mask, row_bias, 1, strides_mask[3], strides_bias[3], w_ends, keep_ends, before, i0, exists, scale, n,
+                         n0, SCALED, MASKED, BIASED, CAUSAL)
+        m = tl.maximum(m, tl.max(s_ends, axis=1))
+    shift = _shift(m, WANTED)
+    l = tl.sum(_exp(s - shift[:, None]), axis=1)
+    if EDGES:
+        l += tl.sum(_exp(s_ends - shift[:, None]), axis=1)
+    if WANTED == SUM:
+        tl.store(y + i2 * strides_y[0] + i1 * strides_y[1] + i0 * strides_y[2], shift + tl.log(l), mask=exists)
+    else:
+        row_y = begin(y, strides_y, i2, i1, i0, VECTOR)
+        tl.store(row_y + w * strides_y[3], _normalise(s, shift, l, WANTED, MASKED or CAUSAL), mask=exists[:, None] & keep)
+        if EDGES:
+            tl.store(row_y + w_ends, _normalise(s_ends, shift, l, WANTED, MASKED or CAUSAL), mask=exists[:, None] & keep_ends)
+
+
+@triton.jit
+def _streamed(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, scale, n, n0, n1, groups, tiles_a_group, tiles, blocks,
+              FLAT: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
+              MASK_VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WANTED: tl.constexpr, SCALED: tl.constexpr,
+              MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr):
+    """Tiles of any width: m and l block by block, l rescaled by exp(m_old − m) whenever m grows; then the result from a second read."""
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        i2, i1, i0, exists = locate(tile, n0, n1, groups, tiles_a_group, FLAT, PACKED, BLOCK_M)
+        before = lead(strides_x, i2, i1, i0, VECTOR, EDGES)
+        row_x, row_mask = begin(x, strides_x, i2, i1, i0, VECTOR), begin(mask, strides_mask, i2, i1, i0, MASK_VECTOR)
+        row_bias = begin(bias, strides_bias, i2, i1, i0, 1)
+        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l = tl.zeros([BLOCK_M], tl.float32)
+        if EDGES:
+            w_ends, keep_ends = ends(before, n, VECTOR)
+            s_ends = _scores(row_x, row_mask, row_bias, 1, strides_mask[3], strides_bias[3], w_ends, keep_ends, before, i0, exists, scale,
+                             n, n0, SCALED, MASKED, BIASED, CAUSAL)
+            m = tl.max(s_ends, axis=1)
+            l = tl.sum(_exp(s_ends - _shift(m, WANTED)[:, None]), axis=1)
+        for block in range(blocks):
+            w, keep = columns(block, before, n, BLOCK_N, WIDE, VECTOR, EDGES)
+            s = _scores(row_x, row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], w, keep, before, i0, exists, scale, n,
+                        n0, SCALED, MASKED, BIASED, CAUSAL)
+            m_old = m
+            m = tl.maximum(m, tl.max(s, axis=1))
+            l = l * _exp(m_old - _shift(m, WANTED)) + tl.sum(_exp(s - _shift(m, WANTED)[:, None]), axis=1)
+        if WANTED == SUM:
+            tl.store(y + i2 * strides_y[0] + i1 * strides_y[1] + i0 * strides_y[2], _shift(m, WANTED) + tl.log(l), mask=exists)
+        else:
+            row_y = begin(y, strides_y, i2, i1, i0, VECTOR)
+            for back in range(blocks):  # backwards: what was read last is nearest
+                w, keep = columns(blocks - 1 - back, before, n, BLOCK_N, WIDE, VECTOR, EDGES)
+                s = _scores(row_x, row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], w, keep, before, i0, exists, scale,
+                            n, n0, SCALED, MASKED, BIASED, CAUSAL)
+                tl.store(row_y + w * strides_y[3], _normalise(s, _shift(m, WANTED), l, WANTED, MASKED or CAUSAL),
+                         mask=exists[:, None] & keep)
+            if EDGES:
+                tl.store(row_y + w_ends, _normalise(s_ends, _shift(m, WANTED), l, WANTED, MASKED or CAUSAL),
+                         mask=exists[:, None] & keep_ends)
