@@ -18,18 +18,20 @@ from typing import Any
 from onchip.errors import InputError
 
 SECTOR = 32  # bytes: what the L2 hands out at a time
-METRICS = {
-    "seconds": "gpu__time_duration.sum",
-    "dram_read": "dram__bytes_read.sum",
-    "dram_written": "dram__bytes_write.sum",
-    "l2_read": "lts__t_sectors_op_read.sum",
-    "l2_written": "lts__t_sectors_op_write.sum",
-    "sm_read": "l1tex__m_xbar2l1tex_read_bytes.sum",
-    "sm_written": "l1tex__m_l1tex2xbar_write_bytes.sum",
-    "conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
-    "tensor_pipe": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
-    "occupancy": "sm__warps_active.avg.pct_of_peak_sustained_active",
-    "registers": "launch__registers_per_thread",
+# What is counted → Nsight's name of it, or names, the first that the card has: they differ from one architecture to the next.
+METRICS: dict[str, tuple[str, ...]] = {
+    "seconds": ("gpu__time_duration.sum",),
+    "dram_read": ("dram__bytes_read.sum",),
+    "dram_written": ("dram__bytes_write.sum",),
+    "l2_read": ("lts__t_sectors_op_read.sum",),
+    "l2_written": ("lts__t_sectors_op_write.sum",),
+    "sm_read": ("l1tex__m_xbar2l1tex_read_bytes.sum",),
+    "sm_written": ("l1tex__m_l1tex2xbar_write_bytes.sum",),
+    "conflicts": ("l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",),
+    "tensor_pipe": ("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
+                    "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_elapsed"),
+    "occupancy": ("sm__warps_active.avg.pct_of_peak_sustained_active",),
+    "registers": ("launch__registers_per_thread",),
 }
 SCALE = {"seconds": 1e-9, "l2_read": SECTOR, "l2_written": SECTOR}
 
@@ -99,14 +101,28 @@ def _load(file: Path) -> ModuleType:
 def count(command: Sequence[str], ncu: Path) -> list[Counters]:
     """Run `command` under `ncu` and return its counted launches in order. Raises `InputError` where counting is not possible or fails."""
     reader = find_reader(ncu)
+    known = _known(ncu)
+    names = [name for name in (_first(candidates, known) for candidates in METRICS.values()) if name]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.ncu-rep"
         done = subprocess.run(
-            [str(ncu), "--profile-from-start", "off", "--nvtx", "--clock-control", "none", "--metrics", ",".join(METRICS.values()),
+            [str(ncu), "--profile-from-start", "off", "--nvtx", "--clock-control", "none", "--metrics", ",".join(names),
              "--export", str(report), *command], capture_output=True, text=True, check=False)
         if done.returncode or not report.is_file():
             raise InputError(f"ncu: {_reason(done.stdout + done.stderr)}")
         return read(report, reader)
+
+
+def _known(ncu: Path) -> set[str]:
+    """Metrics of the card at hand, without the suffix that says how they are summed up; empty where the profiler does not list them."""
+    done = subprocess.run([str(ncu), "--query-metrics"], capture_output=True, text=True, check=False)
+    return {line.split()[0] for line in done.stdout.splitlines() if "__" in line} if done.returncode == 0 else set()
+
+
+def _first(candidates: tuple[str, ...], known: set[str]) -> str | None:
+    """The first that the card has. What describes a launch is always there, and nothing is ruled out by an empty list."""
+    able = (name for name in candidates if not known or name.startswith("launch__") or name.partition(".")[0] in known)
+    return next(able, None)
 
 
 def _reason(output: str) -> str:
@@ -131,7 +147,8 @@ def read(report: Path, reader: ModuleType) -> list[Counters]:
 
 def _counters(action: Any) -> Counters:
     names = set(action.metric_names())
-    values = {key: action.metric_by_name(name).as_double() * SCALE.get(key, 1) if name in names else None for key, name in METRICS.items()}
+    found = {key: next((name for name in candidates if name in names), None) for key, candidates in METRICS.items()}
+    values = {key: None if name is None else action.metric_by_name(name).as_double() * SCALE.get(key, 1) for key, name in found.items()}
     return Counters(action.name(), _range(action.nvtx_state()), **values)
 
 
