@@ -111,10 +111,11 @@ def test_short_sequences_of_narrow_heads_have_a_tile_of_their_own(plan):
 
 def test_why_not(monkeypatch):
     plain = AttentionProblem(1, 2, 2, 64, 64, 64, 64)
-    assert "compute capability 9.0" in launch.why_not(plain)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert launch.why_not(plain) is None
+    for there, capability, reason in ((False, (9, 0), "9.0"), (True, (8, 0), "9.0"), (True, (9, 0), None)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        said = launch.why_not(plain)
+        assert said is None if reason is None else f"compute capability {reason}" in said
     assert "head dim of v is 60" in launch.why_not(AttentionProblem(1, 2, 2, 64, 64, 64, 60))
     assert "scale is -1" in launch.why_not(AttentionProblem(1, 2, 2, 64, 64, 64, 64, scale=-1.0))
     assert launch.why_not(AttentionProblem(1, 2, 2, 64, 64, 64, 64, scale=-1.0, softcap=5.0)) is None
