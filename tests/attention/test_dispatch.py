@@ -163,3 +163,23 @@ def test_the_prediction_is_for_the_tile_hopper_runs(monkeypatch: pytest.MonkeyPa
     assert answer.backend == "hopper"
     assert answer.tile == (row.rows, row.keys)
     assert answer.prediction == predict(fa2(problem.shape, Tile(row.rows, row.keys, 64), Formats()), card, "bfloat16")
+
+
+def test_fp32_is_predicted_with_the_products_triton_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six of bf16 each where the head is narrow; else, and on older cards, the CUDA cores'."""
+    monkeypatch.setitem(CAPABILITIES, "triton", replace(CAPABILITIES["triton"], limits=lambda problem: None))
+    peaks = find_gpu("h200").matmul_tflops
+    for dim, card, rate in ((128, "h200", peaks["bfloat16"] / 6), (256, "h200", peaks["float32"])):
+        problem = AttentionProblem(1, 64, 64, 8192, 8192, dim, dim, dtype="float32")
+        prediction = explain_problem(problem, "triton", find_gpu(card)).prediction
+        assert prediction is not None
+        flops = 4 * 64 * 8192**2 * dim
+        assert prediction.kernels[0].seconds["tensor cores"] == pytest.approx(flops / rate / 1e12)
+
+
+def test_where_nothing_runs_nothing_is_predicted() -> None:
+    answer = explain_problem(AttentionProblem(1, 1, 1, 8, 8, 16, 16, dtype="float8_e4m3"), gpu=find_gpu("h200"))
+    assert (answer.backend, answer.tile, answer.prediction) == (None, None, None)
+    assert set(answer.reasons) == set(CAPABILITIES)
+    with pytest.raises(InputError, match="dtype: got float8_e4m3, accepted: bfloat16"):
+        choose(answer.problem)

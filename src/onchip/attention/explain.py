@@ -1,5 +1,5 @@
 """Which backend a call takes, why each other one does not run, and what the roofs say of its time."""
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from onchip.attention.dispatch import CAPABILITIES, choose, why_not
 from onchip.attention.hopper import tiles as hopper
@@ -76,15 +76,29 @@ def forward_tile(problem: AttentionProblem, backend: str | None, gpu: GPU) -> tu
 
 
 def _predict(problem: AttentionProblem, backend: str | None, gpu: GPU | None) -> tuple[tuple[int, int] | None, Prediction | None]:
-    """(tile, prediction)."""
-    if gpu is None or min(problem.batch, problem.heads, problem.seq_q, problem.seq_k, problem.head_dim, problem.head_dim_v) == 0:
+    """(tile, prediction); none where nothing runs or the card is not known."""
+    if backend is None or gpu is None:
+        return None, None
+    if min(problem.batch, problem.heads, problem.seq_q, problem.seq_k, problem.head_dim, problem.head_dim_v) == 0:
         return None, None
     dtype = "tf32" if problem.tf32 else problem.dtype
     tile = forward_tile(problem, backend, gpu)
     try:
-        return tile, predict(fa2(problem.shape, tile_on(gpu, *tile), Formats(problem.dtype, problem.dtype)), gpu, dtype)
+        schedule = fa2(problem.shape, tile_on(gpu, *tile), Formats(problem.dtype, problem.dtype))
+        return tile, predict(schedule, _as_used(gpu, problem, backend), dtype)
     except InputError:  # the card has no peak for this dtype
         return None, None
+
+
+def _as_used(gpu: GPU, problem: AttentionProblem, backend: str) -> GPU:
+    """`gpu` with the peak of the products the backend makes: Triton's of fp32 are six of bf16, where the head is narrow enough."""
+    if backend != "triton" or problem.dtype != "float32" or problem.tf32 or "bfloat16" not in gpu.matmul_tflops:
+        return gpu
+    from onchip.attention.triton.launch import SPLIT_DIM  # Triton is imported where it can run
+
+    if (gpu.capability or (0, 0)) < (8, 0) or max(problem.head_dim, problem.head_dim_v) > SPLIT_DIM:
+        return gpu
+    return replace(gpu, matmul_tflops={**gpu.matmul_tflops, "float32": gpu.matmul_tflops["bfloat16"] / 6})
 
 
 def _time(seconds: float) -> str:

@@ -115,8 +115,8 @@ def problem_of(shape: AttentionShape, dtype: str) -> AttentionProblem:
 
 
 def needed_bytes(rung: GpuRung, problem: AttentionProblem) -> int:
-    """Device memory `rung` allocates: its scores, as often as it keeps them alive at once, and the output."""
-    alive = {"eager": 3 if problem.causal else 2, "naive_scaled": 2, "naive": 2}.get(rung.key, 0)
+    """Device memory `rung` allocates: two arrays of scores at once where it has any, and the output."""
+    alive = 2 if rung.ledger.startswith("naive") else 0
     size = getattr(torch, problem.dtype).itemsize
     rows = problem.batch * problem.heads * problem.seq_q
     return rows * (alive * problem.seq_k + problem.head_dim_v) * size
