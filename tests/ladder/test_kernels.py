@@ -7,7 +7,11 @@ import torch
 
 from onchip.errors import InputError
 from onchip.ladder.kernels import fused, unfused
+from onchip.ladder.kernels import softmax as softmax_kernels
 from onchip.ladder.kernels.common import Launch
+from onchip.ladder.softmax import SOFTMAX_RUNGS
+from onchip.roofline.hardware import find_gpu
+from onchip.roofline.softmax import Rows
 
 RUNGS: dict[str, Callable[..., torch.Tensor]] = {
     "naive_scaled": partial(unfused.naive, apart=True), "naive": unfused.naive, "tiled": fused.tiled, "online": fused.online,
@@ -66,3 +70,26 @@ def test_wide_heads_take_smaller_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fused.launch_for("fa2", q, q)[:2] == (64, 32)
     assert fused.launch_for("fa2", q.float(), q.float())[:2] == (32, 16)
     assert fused.launch_for("fa2", q[..., :128], q[..., :128])[:2] == (128, 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["eager", "safe", "online"])
+def test_a_softmax_rung_is_softmax(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(softmax_kernels, "LAUNCH", Launch(1, 32, 4, 1))
+    rung = next(rung for rung in SOFTMAX_RUNGS if rung.key == name)
+    x = (5 * torch.randn(3, 100, device=DEVICE)).to(dtype)
+    x[1, :40] = -torch.inf  # a first block, and more, of nothing
+    truth = torch.softmax(x.double(), -1)
+    allowed = 2 * (torch.softmax(x, -1) - truth).abs().max() + 4 * torch.finfo(dtype).eps * truth.max()
+    assert (rung.run(x) - truth).abs().max() <= allowed * (3 if name == "eager" else 1)  # eager rounds s, p and l on its way
+
+
+def test_softmax_rungs_are_predicted_by_what_they_move() -> None:
+    rows, card = Rows(4096, 32768), find_gpu("h200")
+    reads = {"eager": 8, "torch": 4, "safe": 4, "online": 3, "chip": 2}
+    for rung in SOFTMAX_RUNGS:
+        assert rung.ledger(rows).issued == pytest.approx(reads[rung.key] * rows.nbytes, rel=1e-3)
+    within = {rung.key: rung.predict(rows, card).time for rung in SOFTMAX_RUNGS}
+    assert within["online"] == within["chip"] < within["safe"] < 1.05 * within["chip"]  # 132 rows of 64 KB are read again from L2
+    beyond = {rung.key: rung.predict(Rows(256, 2**20), card).time for rung in SOFTMAX_RUNGS}
+    assert beyond["eager"] > beyond["safe"] > beyond["online"] > beyond["chip"]

@@ -1,11 +1,13 @@
 """The GPU rungs under Nsight Compute: counted bytes, conflicts and pipes beside the ledger's.
 
-``python -m onchip.ladder.counted '{"seq": 4096, …}'`` is the program that is profiled: it launches each rung once, warm, in an NVTX range
-of its name.
+``python -m onchip.ladder.counted '{"seq_q": 4096, …}'`` is the program that is profiled: it launches each rung once, warm, in an NVTX range
+of its name; with ``'{"rows": 4096, "n": 32768, "dtype": "bfloat16"}'`` those of softmax.
 """
 import json
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from onchip.roofline.dram import dram_bytes
 from onchip.roofline.hardware import GPU
 from onchip.roofline.ledger import Pipeline
 from onchip.roofline.shape import AttentionShape
+from onchip.roofline.softmax import Rows
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,15 @@ def count_rungs(shape: AttentionShape, dtype: str, keys: list[str], gpu: GPU, nc
             for rung in GPU_RUNGS if rung.key in keys]
 
 
+def count_softmax(rows: Rows, gpu: GPU, ncu: Path) -> list[Counted]:
+    """The same for the softmax rungs, all of them."""
+    from onchip.ladder.softmax import SOFTMAX_RUNGS
+
+    launches = counters.count([sys.executable, "-m", "onchip.ladder.counted", json.dumps(asdict(rows))], ncu)
+    return [held_against(rung.key, rung.title, rung.ledger(rows), [x for x in launches if x.within == rung.key], gpu)
+            for rung in SOFTMAX_RUNGS]
+
+
 def held_against(key: str, title: str, pipeline: Pipeline, launches: list[Counters], gpu: GPU) -> Counted:
     """The launches of one rung beside its ledger."""
     def total(*names: str) -> float:
@@ -75,21 +87,26 @@ def profiled(sizes: dict[str, Any]) -> None:
     import torch
 
     from onchip.ladder.gpu import GPU_RUNGS
+    from onchip.ladder.softmax import SOFTMAX_RUNGS
 
-    def operand(heads: int, seq: int, dim: int) -> torch.Tensor:
-        return torch.randn(sizes["batch"], heads, seq, dim, device="cuda").to(getattr(torch, sizes["dtype"]))
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda").to(getattr(torch, sizes["dtype"]))
 
-    q = operand(sizes["heads"], sizes["seq_q"], sizes["head_dim"])
-    k, v = operand(sizes["kv_heads"], sizes["seq_k"], sizes["head_dim"]), operand(sizes["kv_heads"], sizes["seq_k"], sizes["head_dim_v"])
-    for rung in GPU_RUNGS:
-        if rung.key not in sizes["rungs"]:
-            continue
+    if "rows" in sizes:
+        x = normal(sizes["rows"], sizes["n"])
+        runs: dict[str, Callable[[], Any]] = {rung.key: partial(rung.run, x) for rung in SOFTMAX_RUNGS}
+    else:
+        batch, kv_heads, seq_k = sizes["batch"], sizes["kv_heads"], sizes["seq_k"]
+        q = normal(batch, sizes["heads"], sizes["seq_q"], sizes["head_dim"])
+        k, v = normal(batch, kv_heads, seq_k, sizes["head_dim"]), normal(batch, kv_heads, seq_k, sizes["head_dim_v"])
+        runs = {rung.key: partial(rung.run, q, k, v, sizes["causal"]) for rung in GPU_RUNGS if rung.key in sizes["rungs"]}
+    for key, run in runs.items():
         for _ in range(2):  # compile, and start the library's kernels the short way
-            rung.run(q, k, v, sizes["causal"])
+            run()
         torch.cuda.synchronize()
         torch.cuda.profiler.start()
-        torch.cuda.nvtx.range_push(rung.key)
-        rung.run(q, k, v, sizes["causal"])
+        torch.cuda.nvtx.range_push(key)
+        run()
         torch.cuda.synchronize()
         torch.cuda.nvtx.range_pop()
         torch.cuda.profiler.stop()
