@@ -1,16 +1,18 @@
 # Everything from a fresh machine with python3 (3.10 or newer) and make; nothing is installed outside .venv.
 PYTHON ?= python3
 VENV   ?= .venv
+RESULTS ?= benchmarks/results/h200
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help ladder test lint types unit test-gpu test-gpu-big test-gpu-rest sanitize readme clean
+.PHONY: help ladder test lint types unit test-gpu test-gpu-big test-gpu-rest sanitize measure readme clean
 
 help:
 	@echo "make ladder    set up and climb the ladder on a real model's q, k, v"
 	@echo "make test      set up and run lint, types and the whole suite"
 	@echo "make test-gpu  the operators' suite on this machine's GPU"
 	@echo "make sanitize  its kernels under compute-sanitizer"
+	@echo "make measure   every benchmark of this machine's GPU, into RESULTS=$(RESULTS)"
 	@echo "make readme    the tables of README and docs, anew from benchmarks/results"
 	@echo "make clean     remove $(VENV) and caches"
 
@@ -52,6 +54,15 @@ test-gpu-rest: $(VENV)/.dev
 
 sanitize: $(VENV)/.dev
 	$(BIN)/python benchmarks/sanitize.py
+
+# Each replaces its file only when it ends well; peers that are not installed are left out and named.
+measure: $(VENV)/.dev
+	$(BIN)/python benchmarks/attention_overhead.py --json $(RESULTS)/attention_overhead.json
+	$(BIN)/python benchmarks/attention_forward.py --json $(RESULTS)/attention_forward.json
+	$(BIN)/python benchmarks/attention_triton.py --json $(RESULTS)/attention_triton.json
+	$(BIN)/python benchmarks/softmax.py --json $(RESULTS)/softmax.json
+	$(BIN)/python benchmarks/ladder_gpu.py --json $(RESULTS)/ladder.json
+	$(BIN)/python -m onchip lab run --counters --json $(RESULTS)/lab.json
 
 readme: $(VENV)/.dev
 	$(BIN)/python benchmarks/docs.py

@@ -16,6 +16,7 @@ import tables
 from onchip.attention.dispatch import CAPABILITIES, DTYPES
 from onchip.attention.problem import FEATURES
 from onchip.cli import lab_tables as lab
+from onchip.cli.common import whole_file
 from onchip.report.ladders import picture
 from onchip.report.results import Climb, Results, add
 
@@ -119,8 +120,10 @@ def render(page: str) -> str:
 
 
 if __name__ == "__main__":
-    stale = [page for page in (*PAGES, PICTURE) if render(page) != (ROOT / page).read_text()]
+    pages = {page: render(page) for page in (*PAGES, PICTURE)}
+    stale = [page for page, text in pages.items() if text != (ROOT / page).read_text()]
     if "--check" in sys.argv:
         sys.exit(f"not what benchmarks/docs.py makes: {', '.join(stale)}" if stale else 0)
     for page in stale:
-        (ROOT / page).write_text(render(page))
+        with whole_file(ROOT / page) as file:
+            file.write_text(pages[page])
