@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import onchip
 from onchip.attention import ops
 from onchip.attention.contract import check_dense
-from onchip.attention.dispatch import CAPABILITIES
+from onchip.attention.dispatch import CAPABILITIES, why_not
 from onchip.bench.machine import device_name
 from onchip.cli.common import whole_file
 
@@ -53,9 +53,9 @@ def contenders(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Any]]:
         name = "causal" if causal else "full"
         runs[f"sdpa {name}"] = partial(scaled_dot_product_attention, q, k, v, is_causal=causal)
         runs[f"auto {name}"] = partial(onchip.attention, q, k, v, causal=causal)
+        problem = onchip.explain(q, k, v, causal=causal).problem
         for backend, able in CAPABILITIES.items():
-            reasons = onchip.explain(q, k, v, causal=causal).reasons
-            if q.device.type not in able.only_named and reasons.get(backend, "comes first").endswith("comes first"):
+            if q.device.type not in able.only_named and why_not(backend, problem) is None:
                 runs[f"{backend} {name}"] = partial(onchip.attention, q, k, v, causal=causal, backend=backend)
     return runs
 

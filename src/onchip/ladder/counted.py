@@ -13,7 +13,7 @@ from typing import Any
 
 from onchip.bench import counters
 from onchip.bench.counters import Counters
-from onchip.roofline.dram import dram_bytes
+from onchip.roofline.dram import pipeline_dram_bytes
 from onchip.roofline.hardware import GPU
 from onchip.roofline.ledger import Pipeline
 from onchip.roofline.shape import AttentionShape
@@ -76,7 +76,7 @@ def held_against(key: str, title: str, pipeline: Pipeline, launches: list[Counte
     def mean(name: str) -> float:
         return sum((getattr(x, name) or 0.0) * (x.seconds or 0.0) for x in launches) / (total("seconds") or 1.0)
 
-    predicted = sum(dram_bytes(kernel, gpu.l2_bytes or 0, gpu.sms) for kernel in pipeline.kernels)
+    predicted = pipeline_dram_bytes(pipeline, gpu.l2_bytes or 0, gpu.sms)
     return Counted(key, title, tuple(launches), total("dram_read", "dram_written"), predicted, total("sm_read", "sm_written"),
                    pipeline.issued, mean("tensor_pipe"), mean("occupancy"), total("conflicts"),
                    int(max((x.registers or 0.0 for x in launches), default=0)))

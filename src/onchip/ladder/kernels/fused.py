@@ -28,13 +28,25 @@ def query_tile(q, seq_q, seq_k, offset, CAUSAL: tl.constexpr, D: tl.constexpr, B
 
 
 @triton.jit
+def write_output(q_tile, k, v, o, head, i0, hi, m, l, seq_q, seq_k, offset, group, factor, CAUSAL: tl.constexpr, D: tl.constexpr,
+                 DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, WGMMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """The last pass, once m and l are known: O = Σ (exp(s − m) / l) V."""
+    m, r = finite(m), reciprocal(l)
+    acc = zeros(BM, BDV, v.dtype.element_ty, WGMMA)
+    for j0 in tl.range(0, hi, BN):
+        s = scores(q_tile, load_rows(k, head // group, j0, seq_k, D, BD, BN), i0, j0, seq_k, offset, factor, CAUSAL, BM, BN)
+        p = tl.exp2(s - m[:, None]) * r[:, None]  # (BM, BN)
+        acc = dot(cast(p, v.dtype.element_ty), load_rows(v, head // group, j0, seq_k, DV, BDV, BN), acc, "ieee")
+    store_rows(o, head, i0, seq_q, acc, DV, BDV, BM)
+
+
+@triton.jit
 def tiled_kernel(q, k, v, o, seq_q, seq_k, offset, group, factor, CAUSAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
                  BD: tl.constexpr, BDV: tl.constexpr, WGMMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """Safe softmax as it is written: the maximum; the sum; the result. S is computed three times, K read three times."""
     head, i0, hi, q_tile = query_tile(q, seq_q, seq_k, offset, CAUSAL, D, BD, BM)
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
-    acc = zeros(BM, BDV, v.dtype.element_ty, WGMMA)
     for j0 in tl.range(0, hi, BN):
         s = scores(q_tile, load_rows(k, head // group, j0, seq_k, D, BD, BN), i0, j0, seq_k, offset, factor, CAUSAL, BM, BN)
         m = tl.maximum(m, tl.max(s, 1))
@@ -42,12 +54,7 @@ def tiled_kernel(q, k, v, o, seq_q, seq_k, offset, group, factor, CAUSAL: tl.con
     for j0 in tl.range(0, hi, BN):
         s = scores(q_tile, load_rows(k, head // group, j0, seq_k, D, BD, BN), i0, j0, seq_k, offset, factor, CAUSAL, BM, BN)
         l += tl.sum(tl.exp2(s - m[:, None]), 1)
-    r = reciprocal(l)
-    for j0 in tl.range(0, hi, BN):
-        s = scores(q_tile, load_rows(k, head // group, j0, seq_k, D, BD, BN), i0, j0, seq_k, offset, factor, CAUSAL, BM, BN)
-        p = tl.exp2(s - m[:, None]) * r[:, None]  # (BM, BN)
-        acc = dot(cast(p, v.dtype.element_ty), load_rows(v, head // group, j0, seq_k, DV, BDV, BN), acc, "ieee")
-    store_rows(o, head, i0, seq_q, acc, DV, BDV, BM)
+    write_output(q_tile, k, v, o, head, i0, hi, m, l, seq_q, seq_k, offset, group, factor, CAUSAL, D, DV, BD, BDV, WGMMA, BM, BN)
 
 
 @triton.jit
@@ -57,18 +64,12 @@ def online_kernel(q, k, v, o, seq_q, seq_k, offset, group, factor, CAUSAL: tl.co
     head, i0, hi, q_tile = query_tile(q, seq_q, seq_k, offset, CAUSAL, D, BD, BM)
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
-    acc = zeros(BM, BDV, v.dtype.element_ty, WGMMA)
     for j0 in tl.range(0, hi, BN):
         s = scores(q_tile, load_rows(k, head // group, j0, seq_k, D, BD, BN), i0, j0, seq_k, offset, factor, CAUSAL, BM, BN)
         m_new = tl.maximum(m, tl.max(s, 1))
         l = l * tl.exp2(m - finite(m_new)) + tl.sum(tl.exp2(s - finite(m_new)[:, None]), 1)
         m = m_new
-    m, r = finite(m), reciprocal(l)
-    for j0 in tl.range(0, hi, BN):
-        s = scores(q_tile, load_rows(k, head // group, j0, seq_k, D, BD, BN), i0, j0, seq_k, offset, factor, CAUSAL, BM, BN)
-        p = tl.exp2(s - m[:, None]) * r[:, None]  # (BM, BN)
-        acc = dot(cast(p, v.dtype.element_ty), load_rows(v, head // group, j0, seq_k, DV, BDV, BN), acc, "ieee")
-    store_rows(o, head, i0, seq_q, acc, DV, BDV, BM)
+    write_output(q_tile, k, v, o, head, i0, hi, m, l, seq_q, seq_k, offset, group, factor, CAUSAL, D, DV, BD, BDV, WGMMA, BM, BN)
 
 
 @triton.jit
