@@ -11,7 +11,7 @@ from onchip.softmax import contract, dispatch, ops, reference, sums
 
 def softmax(x: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None, scale: float | None = None, mask: Tensor | None = None,
             bias: Tensor | None = None, causal: bool = False, inplace: bool = False, backend: str = "auto") -> Tensor:
-    """Softmax along one dimension, in one read and one write however long the rows are.
+    """Softmax along one dimension, in one read and one write where a row can wait on chip (`onchip.softmax.triton.plan`), else two reads.
 
     ::
 
