@@ -27,7 +27,7 @@ def forget():
 def force(monkeypatch):
     """`force(plan)`: that tile for every row from now on."""
     def use(chosen):
-        monkeypatch.setattr(rows.plans, "choose", lambda n, across, edges: chosen)
+        monkeypatch.setattr(rows.plans, "choose", lambda *_: chosen)
         monkeypatch.setattr(rows.plans, "choose_parts", lambda *_: None)
         forget()
 

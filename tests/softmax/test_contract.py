@@ -6,6 +6,7 @@ import torch
 from onchip.errors import InputError
 from onchip.softmax.api import log_softmax, softmax, softmax_topk
 from onchip.softmax.contract import check
+from onchip.testing.softmax import DEVICE
 
 X = torch.zeros(2, 3)
 
@@ -65,7 +66,8 @@ def test_refusals(function, x, arguments, error, words):
     (X, {"k": 1, "renormalize": 1}, TypeError, "renormalize: got 1"),
     (torch.arange(3), {"k": 1}, TypeError, "x: got torch.int64"),
     ([1.0], {"k": 1}, TypeError, "x: got list"),
-    (torch.empty(1).expand(2**20 + 1), {"k": 1, "backend": "triton"}, InputError, "rows have 1048577 elements, .* takes up to 1048576"),
+    (torch.empty(1, device=DEVICE).expand(2**20 + 1), {"k": 1, "backend": "triton"}, InputError,
+     "rows have 1048577 elements, .* takes up to 1048576"),
 ])
 def test_refusals_of_a_selection(x, arguments, error, words):
     with pytest.raises(error, match=words):

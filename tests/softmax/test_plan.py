@@ -35,6 +35,17 @@ def test_rows_with_edges_give_every_thread_32_elements():
     assert plan.choose(100, False, True) == plan.choose(100, False)
 
 
+def test_long_rows_of_16_bits_wait_as_they_came():
+    for n in (8193, 16384, 32768):
+        chosen = plan.choose(n, False, narrow=True)
+        assert chosen.narrow
+        assert chosen.block_n // 2 // (32 * chosen.warps) == 32  # registers a thread for the row
+        assert not plan.choose(n, False).narrow
+        assert not plan.choose(n, False, forward=False, narrow=True).narrow
+    assert not plan.choose(8192, False, narrow=True).narrow
+    assert not plan.choose(32769, False, narrow=True).resident
+
+
 H200 = {"processors": 132, "shared_memory": 227 * 1024}
 
 

@@ -81,6 +81,18 @@ def test_every_way_a_row_starts_and_ends_inside_a_vector(dtype, n, log):
     agree(x[None], log=log, causal=True, scale=-0.5, mask=torch.rand(9, n, generator=torch.Generator().manual_seed(1)).to(DEVICE) < 0.7)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n", [600, 601, 1023])
+def test_rows_that_wait_in_16_bits(force, n, dtype):
+    force(plan.Plan(True, 1, 1024, 4, narrow=True))
+    x = (torch.randn(5, n, generator=torch.Generator().manual_seed(n)) * 3).to(DEVICE, dtype)
+    agree(x[None], causal=True)
+    x[1, 3:7], x[2], x[3, 5], x[4, 9] = -torch.inf, -torch.inf, torch.inf, torch.nan
+    for log in (False, True):
+        agree(x, log=log)
+        agree(x, log=log, scale=-0.5)
+
+
 def test_edges_in_two_passes(force):
     force(plan.Plan(False, 2, 64, 4, 1))
     for n in (600, 601, 607):

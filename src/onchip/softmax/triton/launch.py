@@ -138,7 +138,8 @@ def _forward(x: Tensor, y: Tensor, mask: Tensor | None, bias: Tensor | None, spe
 
         return _launch_parts(parts_forward, rows, parts, 3, named, x.device)
     absent = dict.fromkeys({"strides_mask", "strides_bias"} - rows.arguments.keys(), (0, 0, 0, 0))
-    return _launch_tiles(tile_forward, rows, 4, {**named, **absent, "BIASED": bias is not None}, x.device)
+    more = {"BIASED": bias is not None, "NARROW": rows.plan.narrow}
+    return _launch_tiles(tile_forward, rows, 4, {**named, **absent, **more}, x.device)
 
 
 def backward(dy: Tensor, y: Tensor, spec: Spec, into: torch.dtype) -> Tensor:
@@ -168,12 +169,13 @@ def _backward(dy: Tensor, y: Tensor, dx: Tensor, spec: Spec) -> Launch | None:
 
 def _launch_tiles(module: Any, rows: Rows, tensors: int, named: dict[str, Any], device: torch.device) -> Launch:
     kernel = module._resident if rows.plan.resident else module._streamed
-    return Launch(kernel, rows.programs(device), tensors, {**rows.arguments, **named}, {"num_warps": rows.plan.warps})
+    options = {"num_warps": rows.plan.warps} | ({"maxnreg": rows.plan.registers} if rows.plan.registers and device.type != "cpu" else {})
+    return Launch(kernel, rows.programs(device), tensors, {**rows.arguments, **named}, options)
 
 
 def _parts(rows: Rows, x: Tensor, backward: bool) -> plans.Parts | None:
     """How the rows are cut, where parts serve them."""
-    if rows.vector == 1 or x.device.type not in ("cuda", "meta") or not torch.cuda.is_available() or torch.version.hip:
+    if rows.vector == 1 or rows.plan.narrow or x.device.type not in ("cuda", "meta") or not torch.cuda.is_available() or torch.version.hip:
         return None
     if torch.cuda.get_device_capability(_real(x.device)) < (8, 0):
         return None

@@ -19,11 +19,16 @@ class Plan:
     block_n: int
     warps: int
     programs_per_sm: int = 0  # streamed only
+    registers: int | None = None  # at most, a thread: that programs share an SM
+    narrow: bool = False  # the row waits in the 16 bits it came in, and is widened for each use
 
 
-# Along the row: width, a power of two → warps of the program that holds one row. Measured on an H200 (2²⁷ elements, forward and backward)
+# Along the row: width, a power of two → warps of the program that holds one row, forward and backward. Measured on an H200 (2²⁷ elements)
 # beside half and twice as many warps: within 2 % of the best in the mean of bf16 and fp32, 4.0–4.3 TB/s up to 8192 columns.
-RESIDENT_WARPS = {1024: 2, 2048: 4, 4096: 8, 8192: 8, 16384: 16, 32768: 16}
+RESIDENT_WARPS = {1024: (2, 2), 2048: (4, 4), 4096: (8, 8), 8192: (16, 8), 16384: (16, 16), 32768: (16, 16)}
+# Wider rows of 16 bits, forward: width → warps and registers. So 2 programs of 32768 columns share an SM, and one reads while the other
+# computes: 4.03 TB/s where rows in float32 had 3.13; 16384: 4.00 and 3.65; a copy 4.15.
+NARROW = {16384: (8, None), 32768: (16, 64)}
 # Rows that start inside a vector: the 16 elements of their ends cost each thread as much as 8 of its own, so it gets 32. With 16 a forward
 # took 30 instructions an element, of the 32 that an SM issues at the memory's rate: 3.23 TB/s at 4095, where 4096 had 4.07.
 EDGES_EACH = 32
@@ -38,8 +43,11 @@ ACROSS_ROWS, ACROSS_LEAST, ACROSS_TILE, ACROSS_WARPS = 64, 16, 8192, 8
 ACROSS_STREAMED = Plan(False, 64, 128, 8, 2)
 
 
-def choose(n: int, across: bool, edges: bool = False) -> Plan:
-    """The tile for rows of `n` elements, however many there are; `edges`: they start and end inside vectors."""
+def choose(n: int, across: bool, edges: bool = False, forward: bool = True, narrow: bool = False) -> Plan:
+    """The tile for rows of `n` elements, however many there are.
+
+    `edges`: they start and end inside vectors; `narrow`: they have 16 bits an element and nothing is added to them.
+    """
     width = 1 << (n - 1).bit_length()  # the least power of two ≥ n
     if across:
         fits = ACROSS_LEAST * width <= ACROSS_TILE
@@ -48,7 +56,10 @@ def choose(n: int, across: bool, edges: bool = False) -> Plan:
         return Plan(True, SHORT_TILE // width, width, SHORT_WARPS)
     if width not in RESIDENT_WARPS:
         return STREAMED
-    return Plan(True, 1, width, min(16, width // (32 * EDGES_EACH)) if edges else RESIDENT_WARPS[width])
+    if forward and narrow and width in NARROW:
+        warps, registers = NARROW[width]
+        return Plan(True, 1, width, warps, registers=registers, narrow=True)
+    return Plan(True, 1, width, min(16, width // (32 * EDGES_EACH)) if edges else RESIDENT_WARPS[width][not forward])
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from onchip.softmax.triton import plan as plans
 from onchip.softmax.triton.plan import Plan
 
 INT32_MAX = 2**31 - 1
+NARROW_VECTOR = 8  # elements of 16 bits in a vector
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,8 @@ def layout(shape: torch.Size, strides: tuple[tuple[str, tuple[int, ...]], ...], 
         whole, vector = True, 1
     mask_vector = vector if whole and "mask" in of and of["mask"][3] == 1 and all(s % vector == 0 for s in of["mask"][:3]) else 1
     places = {name: (a, b, c, d) for name, (a, b, c, d) in of.items()}
-    return Rows(places, n, n0, n1, n2 * n1, plans.choose(n, across, not whole), vector, not whole, mask_vector)
+    plan = plans.choose(n, across, not whole, "x" in of, vector == NARROW_VECTOR and not of.keys() - {"x", "y"})
+    return Rows(places, n, n0, n1, n2 * n1, plan, vector, not whole, mask_vector)
 
 
 @triton.jit
@@ -164,8 +166,10 @@ def columns(block, lead, n, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, VECTOR: t
     w = block * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     if EDGES:
         w += VECTOR
-        return w, w // VECTOR * VECTOR + VECTOR <= lead + n
-    return w, w // VECTOR * VECTOR < n
+        keep = w // VECTOR * VECTOR + VECTOR <= lead + n
+    else:
+        keep = w // VECTOR * VECTOR < n
+    return w, keep
 
 
 @triton.jit

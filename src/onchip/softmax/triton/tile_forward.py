@@ -9,16 +9,24 @@ import triton.language as tl
 from onchip.softmax.triton.rows import begin, columns, ends, lead, locate
 
 LOG2E = tl.constexpr(1.4426950408889634)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 Y, LOG_Y, SUM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what is wanted: y, log y or log Σ exp s
+
+
+@triton.jit
+def _seen(w, keep, lead, i0, exists, n, n0, CAUSAL: tl.constexpr):
+    """Which positions of a block exist and are not above the triangle; the others are not read."""
+    keep &= exists[:, None]
+    if CAUSAL:
+        keep &= w - lead <= (i0 + (n - n0))[:, None]
+    return keep
 
 
 @triton.jit
 def _scores(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, scale, n, n0, SCALED: tl.constexpr,
             MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr):
     """s of a block in float32; −∞ is selected, after scaling, where a position is hidden or does not exist."""
-    keep &= exists[:, None]
-    if CAUSAL:
-        keep &= w - lead <= (i0 + (n - n0))[:, None]  # what lies above the triangle is not read
+    keep = _seen(w, keep, lead, i0, exists, n, n0, CAUSAL)
     if not (SCALED or BIASED or MASKED):
         return tl.load(x + w * step_x, mask=keep, other=float("-inf")).to(tl.float32)
     s = tl.load(x + w * step_x, mask=keep, other=0.0).to(tl.float32)
@@ -29,6 +37,17 @@ def _scores(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exis
     if MASKED:
         keep &= tl.load(mask + (w - lead) * step_mask, mask=keep, other=0) != 0
     return tl.where(keep, s, float("-inf"))
+
+
+@triton.jit
+def _widen(x, keep, scale, SCALED: tl.constexpr):
+    """s of 16-bit elements that stay as they were loaded. The move hides that they have been widened before: else the compiler would keep
+    what it got then, in twice the registers."""
+    if not INTERPRETED:
+        bits = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x.to(tl.int16, bitcast=True)], dtype=tl.int16, is_pure=False, pack=2)
+        x = bits.to(x.dtype, bitcast=True)
+    s = x.to(tl.float32)
+    return tl.where(keep, s * scale, float("-inf")) if SCALED else s
 
 
 @triton.jit
@@ -59,15 +78,20 @@ def _normalise(s, shift, l, WANTED: tl.constexpr, HIDING: tl.constexpr):
 def _resident(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, scale, n, n0, n1, groups, tiles_a_group,
               FLAT: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
               MASK_VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WANTED: tl.constexpr, SCALED: tl.constexpr,
-              MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr):
-    """A tile of whole rows, read once and written once."""
+              MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr, NARROW: tl.constexpr):
+    """A tile of whole rows, read once and written once. NARROW: elements of 16 bits wait as such, and are widened for each use."""
     i2, i1, i0, exists = locate(tl.program_id(0), n0, n1, groups, tiles_a_group, FLAT, PACKED, BLOCK_M)
     before = lead(strides_x, i2, i1, i0, VECTOR, EDGES)
     row_x, row_mask = begin(x, strides_x, i2, i1, i0, VECTOR), begin(mask, strides_mask, i2, i1, i0, MASK_VECTOR)
     row_bias = begin(bias, strides_bias, i2, i1, i0, 1)
     w, keep = columns(0, before, n, BLOCK_N, WIDE, VECTOR, EDGES)
-    s = _scores(row_x, row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], w, keep, before, i0, exists, scale, n, n0,
-                SCALED, MASKED, BIASED, CAUSAL)
+    if NARROW:
+        seen = _seen(w, keep, before, i0, exists, n, n0, CAUSAL)
+        narrow = tl.load(row_x + w * strides_x[3], mask=seen, other=0.0 if SCALED else float("-inf"))
+        s = _widen(narrow, seen, scale, SCALED)
+    else:
+        s = _scores(row_x, row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], w, keep, before, i0, exists, scale, n, n0,
+                    SCALED, MASKED, BIASED, CAUSAL)
     m = tl.max(s, axis=1)
     if EDGES:
         w_ends, keep_ends = ends(before, n, VECTOR)
@@ -75,6 +99,8 @@ def _resident(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias
                          n0, SCALED, MASKED, BIASED, CAUSAL)
         m = tl.maximum(m, tl.max(s_ends, axis=1))
     shift = _shift(m, WANTED)
+    if NARROW:
+        s = _widen(narrow, seen, scale, SCALED)
     l = tl.sum(_exp(s - shift[:, None]), axis=1)
     if EDGES:
         l += tl.sum(_exp(s_ends - shift[:, None]), axis=1)
@@ -82,6 +108,8 @@ def _resident(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias
         tl.store(y + i2 * strides_y[0] + i1 * strides_y[1] + i0 * strides_y[2], shift + tl.log(l), mask=exists)
     else:
         row_y = begin(y, strides_y, i2, i1, i0, VECTOR)
+        if NARROW:
+            s = _widen(narrow, seen, scale, SCALED)
         tl.store(row_y + w * strides_y[3], _normalise(s, shift, l, WANTED, MASKED or CAUSAL), mask=exists[:, None] & keep)
         if EDGES:
             tl.store(row_y + w_ends, _normalise(s_ends, shift, l, WANTED, MASKED or CAUSAL), mask=exists[:, None] & keep_ends)
