@@ -50,7 +50,7 @@ test-gpu-big: $(VENV)/.dev
 test-gpu-rest: $(VENV)/.dev
 	$(BIN)/python -m pytest --numprocesses auto -m "not big" --deselect tests/attention/test_hopper_compile.py \
 	    --deselect tests/attention/test_triton_compile.py tests/gpu tests/attention tests/softmax \
-	    tests/ladder/test_kernels.py tests/lab/test_card.py
+	    tests/ladder/test_kernels.py tests/ladder/test_backward.py tests/lab/test_card.py
 
 sanitize: $(VENV)/.dev
 	$(BIN)/python benchmarks/sanitize.py

@@ -97,7 +97,7 @@ def triton_versions() -> str:
 
 # page → its generated parts
 PAGES = {"README.md": {"picture": caption, "ladder": ladder, "forward": tables.forward, "triton": tables.triton, "softmax": tables.softmax},
-         "docs/ladder.md": {"ladder": ladder, "measured": tables.measured},
+         "docs/ladder.md": {"ladder": ladder, "measured": tables.measured, "crossing": tables.crossing, "incident": tables.incident},
          "docs/questions.md": {"backward": tables.backward, "causal": tables.causal},
          "docs/capabilities.md": {"capabilities": capabilities},
          "docs/notes/triton-versions.md": {"versions": triton_versions},

@@ -6,7 +6,7 @@ from typing import Any
 
 from onchip.cli.common import human_bytes, human_time
 from onchip.report.gaps import explain, ratio
-from onchip.report.results import Climb, read_results, short
+from onchip.report.results import Climb, Step, read_results, short
 from onchip.report.speed import PEERS, best_ratio, facets, softmax_rates
 from onchip.roofline.shape import AttentionShape, walk
 
@@ -102,6 +102,56 @@ def measured(file: Path = LADDER) -> str:
         return (f"Not measured yet. On a GPU, `python benchmarks/ladder_gpu.py --json benchmarks/results/h200/{file.name}` writes what "
                 "belongs here.")
     return "\n\n".join(problem(climb) for climb in read_results([file]).ladders)
+
+
+def crossing(file: Path = LADDER) -> str:
+    """From issued bytes to the counters around the L2, on the first problem and the first backward that were counted."""
+    if not file.is_file():
+        return "Not measured yet."
+    counted = [climb for climb in read_results([file]).ladders if any(s.sm_bytes for s in climb.steps)]
+    shown = [next((c for c in counted if c.backward is backward), None) for backward in (False, True)]
+    rows = []
+    for climb in filter(None, shown):
+        for s in climb.steps:
+            if s.issued and s.sm_bytes and s.l2_bytes:
+                own, shared = (sum(getattr(x, name) for x in s.expected) for name in ("l2_own", "l2_shared"))
+                merged = "–" if s.merged is None else f"{s.merged:.1f}"
+                rows.append([s.title, human_bytes(s.issued), human_bytes(s.sm_bytes), f"{s.sm_bytes / s.issued:.2f}x",
+                             human_bytes(s.l2_bytes), human_bytes(own), human_bytes(shared), merged])
+    headings = ("rung", "issued", "crossed", "ratio", "looked up", "of it: own", "shared, before merging", "merged into one")
+    names = "; ".join(climb.name for climb in shown if climb)
+    return f"{table(headings, rows)}\n\n*{names}.*" if rows else "Not counted yet."
+
+
+def incident(file: Path = LADDER) -> str:
+    """Naive against fused as N grows: time, memory beyond q, k and v, and what is busy; and where memory ends."""
+    grown = read_results([file]).incidents if file.is_file() else []
+    if not grown:
+        return "Not measured yet."
+    shown = ("naive", "hopper")
+    titles = {s.key: s.title for climb in grown[0] for s in climb.steps}
+    rows, ends = [], []
+    for climb in grown[0]:
+        steps = {s.key: s for s in climb.steps}
+        first, second = (steps.get(key) for key in shown)
+        cells = [cell for step in (first, second) for cell in (
+            ("–",) * 3 if step is None or step.measured is None else
+            (human_time(step.measured), human_bytes(step.peak_bytes or 0), _busy(step, climb)))]
+        faster = f"{first.measured / second.measured:.1f}x" if first and second and first.measured and second.measured else "–"
+        rows.append([str(climb.shape.seq_q), *cells, faster])
+        ends += [f"N = {climb.shape.seq_q}: {titles.get(key, key)} was not run: {reason}." for key, reason in climb.skipped.items()
+                 if key == shown[0]]
+    headings = ["N", *(f"{titles.get(key, key)}: {what}" for key in shown for what in ("time", "memory", "DRAM, tensor pipe")), "faster"]
+    job = grown[0][0]
+    return "\n\n".join([table(headings, rows), *ends, f"*{job.device}, {job.shape.query_heads} heads, d = {job.shape.head_dim}, "
+                         f"{short(job.dtype)}, full. Memory: most bytes alive beyond q, k and v.*"])
+
+
+def _busy(step: Step, climb: Climb) -> str:
+    """Shares of the copy rate and of the tensor pipe; a dash where they were not counted."""
+    if step.dram_counted is None or step.tensor_pipe is None or climb.roof is None or not step.measured:
+        return "–"
+    return f"{step.dram_counted / step.measured / climb.roof.bandwidth:.0%}, {step.tensor_pipe:.0f} %"
 
 
 def problem(climb: Climb) -> str:

@@ -60,7 +60,8 @@ def test_float64_is_exact_and_large_problems_are_sampled():
 
 def test_backward_rungs():
     r = report("--seq", "192", "--heads", "2", "--kv-heads", "1", "--backward")
-    assert [x["rung"] for x in r["rungs"]] == ["naive_backward", "fa2_backward"]
+    assert [x["rung"] for x in r["rungs"]] == [
+        "naive_scaled_backward", "naive_backward", "apart_backward", "fa2_backward"]
     for rung in r["rungs"]:
         assert set(rung["error"]) == {"dq", "dk", "dv"}
         assert all(1e-4 < e["rms"] < 2e-2 for e in rung["error"].values())

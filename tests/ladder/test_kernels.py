@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from onchip.errors import InputError
-from onchip.ladder.kernels import fused, unfused
+from onchip.ladder.kernels import backward, fused, unfused
 from onchip.ladder.kernels import softmax as softmax_kernels
 from onchip.ladder.kernels.common import Launch
 from onchip.ladder.softmax import SOFTMAX_RUNGS
@@ -33,7 +33,11 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tiles, so that small problems have many; fresh memory is NaN."""
     monkeypatch.setattr(fused, "LAUNCH", {name: Launch(16, 32, 4, 1) for name in fused.LAUNCH})
     monkeypatch.setattr(unfused, "GEMM", Launch(32, 16, 4, 1))
-    monkeypatch.setattr(unfused, "INNER", 16)
+    monkeypatch.setattr(unfused, "SCORES", Launch(16, 16, 4, 1))
+    monkeypatch.setattr(unfused, "STRIP", 32)
+    monkeypatch.setattr(backward, "KEYS", Launch(16, 16, 4, 1))
+    for module in (unfused, backward):
+        monkeypatch.setattr(module, "INNER", 16)
     empty = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda *args, **more: empty(*args, **more).fill_(torch.nan))
 
@@ -89,7 +93,11 @@ def test_softmax_rungs_are_predicted_by_what_they_move() -> None:
     reads = {"eager": 8, "torch": 4, "safe": 4, "online": 3, "chip": 2}
     for rung in SOFTMAX_RUNGS:
         assert rung.ledger(rows).issued == pytest.approx(reads[rung.key] * rows.nbytes, rel=1e-3)
-    within = {rung.key: rung.predict(rows, card).time for rung in SOFTMAX_RUNGS}
-    assert within["online"] == within["chip"] < within["safe"] < 1.05 * within["chip"]  # 132 rows of 64 KB are read again from L2
+    within = {rung.key: rung.predict(Rows(2**15, 4096), card).time for rung in SOFTMAX_RUNGS}
+    assert within["online"] == within["chip"] < within["safe"] < 1.05 * within["chip"]  # 1056 rows of 8 KB at once: read again from L2
+    many = {rung.key: rung.predict(rows, card).time for rung in SOFTMAX_RUNGS}
+    assert many["safe"] == 2 * many["chip"]  # 1056 rows of 64 KB are more than the L2: four passes through DRAM in place of two
+    assert many["online"] == pytest.approx(1.5 * many["chip"], rel=0.01)
+    assert many["torch"] < 1.05 * many["chip"]  # two blocks an SM: 17 MB
     beyond = {rung.key: rung.predict(Rows(256, 2**20), card).time for rung in SOFTMAX_RUNGS}
     assert beyond["eager"] > beyond["safe"] > beyond["online"] > beyond["chip"]

@@ -6,12 +6,13 @@ from typing import Any
 
 from onchip.bench.counters import Counters
 from onchip.bench.machine import Ceilings
-from onchip.ladder.counted import Counted, held_against
+from onchip.ladder.counted import Counted, Ledger, held_against
 from onchip.ladder.measure import Measurement
 from onchip.ladder.rungs import GEMM_TILE, RUNGS, Choices
 from onchip.roofline.attention import Formats, Sizes, Tile, useful_flops
-from onchip.roofline.dram import dram_bytes
+from onchip.roofline.dram import counted_dram_bytes
 from onchip.roofline.hardware import find_gpu
+from onchip.roofline.l2 import lookups
 from onchip.roofline.roofs import predict
 from onchip.roofline.shape import AttentionShape
 from onchip.simulate.reference import Error
@@ -21,14 +22,17 @@ GPU = find_gpu("h200").with_ceilings(dram_gbps=4250, matmul_tflops={"bfloat16": 
 FORMATS = Formats("bfloat16", "bfloat16")
 # rung → (time over prediction, DRAM bytes over prediction, tensor pipe in percent)
 FOUND = {"naive": (1.05, 1.02, 20.0), "fa1": (2.5, 1.4, 15.0), "fa2": (1.6, 1.0, 58.0), "hopper": (1.04, 1.01, 93.0)}
+FOUND |= {"naive_backward": (1.2, 1.0, 30.0), "apart_backward": (1.3, 1.0, 60.0)}
+FORWARD, BACKWARD = ("naive", "fa1", "fa2", "hopper"), ("naive_backward", "apart_backward")
 LEDGER = {"hopper": "fa2"}
-TITLES = {"naive": "naive", "fa1": "FA1, K/V outer", "fa2": "FA2, Q outer", "hopper": "Hopper, anchored <softmax>"}
+TITLES = {"naive": "naive", "fa1": "FA1, K/V outer", "fa2": "FA2, Q outer", "hopper": "Hopper, anchored <softmax>",
+          "naive_backward": "naive backward", "apart_backward": "recomputing, dQ apart"}
 
 
 def rung(key: str, shape: AttentionShape) -> tuple[Measurement, Counted]:
     """One rung, off its prediction by the factors of FOUND."""
     slower, more, pipe = FOUND[key]
-    tile = GEMM_TILE if key == "naive" else Tile(128, 128, 64)
+    tile = GEMM_TILE if key.startswith("naive") else Tile(128, 128, 64)
     pipeline = RUNGS[LEDGER.get(key, key)].predict(shape, tile, FORMATS, Choices())
     prediction = predict(pipeline, GPU, "bfloat16")
     seconds, flops = prediction.time * slower, useful_flops(shape)
@@ -37,11 +41,13 @@ def rung(key: str, shape: AttentionShape) -> tuple[Measurement, Counted]:
                            prediction.binding)
     launches = []
     for kernel, time in zip(pipeline.kernels, prediction.kernels, strict=True):
-        nbytes = dram_bytes(kernel, GPU.l2_bytes or 0, GPU.sms)
-        written = min(nbytes, sum(s.unique for s in kernel.streams if s.write))
-        launches.append(Counters(kernel.name, key, time.time * slower, nbytes - written + (more - 1) * nbytes, written, 0.0, 0.0,
-                                 kernel.issued * 0.7, kernel.issued * 0.3, 1000.0, pipe, 18.75, 168.0))
-    return measured, held_against(key, TITLES[key], pipeline, launches, GPU)
+        dram = counted_dram_bytes(kernel, GPU.l2_bytes or 0, GPU.sms)
+        read = dram.read + (more - 1) * (dram.read + dram.written)
+        found = lookups(kernel, GPU.l2_bytes or 0, GPU.sms)  # two requests merged into one
+        launches.append(Counters(kernel.name, (key,), time.time * slower, read, dram.written, found.read + found.shared / 2,
+                                 found.written / 2, found.written / 2, kernel.issued * 0.7, kernel.issued * 0.3, 0.0, 1000.0, pipe, 18.75,
+                                 168.0))
+    return measured, held_against(Ledger(key, TITLES[key], pipeline), launches, GPU, "bfloat16")
 
 
 def climb(seq: int, causal: str | None, keys: tuple[str, ...], heads: int = 16, counters: bool = True) -> dict[str, Any]:
@@ -58,7 +64,8 @@ def ladder(counters: bool = True) -> dict[str, Any]:
     last = climb(32768, None, ("hopper",), 4, counters)
     last["skipped"] = {"naive": "S and P would take 17.2 GB, more than the 9.1 GB free: out of memory"}
     result = {"ceilings": asdict(CEILINGS), "card": GPU.title, "torch": "2.11.0", "triton": "3.6.0",
-              "ladder": [climb(seq, causal, tuple(FOUND), counters=counters) for seq in (4096, 8192) for causal in (None, "bottom-right")],
+              "ladder": [climb(seq, causal, FORWARD, counters=counters) for seq in (4096, 8192) for causal in (None, "bottom-right")],
+              "backward": [climb(4096, "bottom-right", BACKWARD, counters=counters)],
               "incident": [*incident, last]}
     return json.loads(json.dumps(result))
 

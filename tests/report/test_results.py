@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 def test_the_ladder_of_a_gpu(tmp_path):
     data = made_up.ladder()
     found = read_results([made_up.write(tmp_path, "any-name.json", data)])
-    assert len(found.ladders) == 4
+    assert [climb.backward for climb in found.ladders] == [False] * 4 + [True]
     (incident,) = found.incidents
     assert [c.shape.seq_q for c in incident] == [2048, 4096, 8192, 32768]
     assert set(incident[-1].skipped) == {"naive"}
@@ -30,6 +30,18 @@ def test_the_ladder_of_a_gpu(tmp_path):
         assert (step.issued, step.sm_bytes, step.dram_predicted) == (c["issued"], c["sm_bytes"], c["dram_predicted"])
         assert step.dram_counted == c["dram_bytes"] == pytest.approx(sum(x.dram_read + x.dram_written for x in step.launches))
     assert (climb.roof.bandwidth, climb.roof.matmul, climb.roof.sms) == (4.25e12, 7.1e14, 132)
+    assert [len(step.pairs) for step in climb.steps] == [3, 1, 1, 1]
+    assert [step.merged for step in climb.steps] == [pytest.approx(2.0), None, pytest.approx(2.0), pytest.approx(2.0)]  # FA1 shares nothing
+
+
+def test_the_backward_has_its_own_flops_bytes_and_name(tmp_path):
+    *_, forward, backward = read_results([made_up.write(tmp_path, "ladder.json", made_up.ladder())]).ladders
+    assert backward.name.endswith("causal, backward")
+    assert backward.flops == 2.5 * (4096 * 4097 // 2) * 4 * 128 * 16
+    one = 4096 * 128 * 16 * 2  # bytes of q, and of each other tensor
+    assert backward.compulsory == 8 * one + 4096 * 16 * 4  # q, k, v, out, dout and three gradients, and lse
+    assert forward.compulsory == 4 * one * 2  # twice as long
+    assert [step.key for step in backward.steps] == ["naive_backward", "apart_backward"]
 
 
 def test_counters_may_be_missing_for_a_rung_or_for_all(tmp_path):

@@ -40,7 +40,7 @@ def test_a_ladder_that_was_not_measured_says_so(tables, tmp_path):
 def test_the_measured_ladder(tables, tmp_path):
     data = made_up.ladder()
     shown = tables.measured(made_up.write(tmp_path, "ladder.json", data))
-    assert shown.count("**NVIDIA H200, N = ") == len(data["ladder"])
+    assert shown.count("**NVIDIA H200, N = ") == len(data["ladder"]) + len(data["backward"])
     heading, *rows = cells(shown.split("**NVIDIA H200")[1])
     assert heading[:5] == ["rung", "roof", "predicted", "measured", "ratio"]
     for row, m, c in zip(rows, data["ladder"][0]["measured"], data["ladder"][0]["counted"], strict=True):
@@ -48,6 +48,30 @@ def test_the_measured_ladder(tables, tmp_path):
         assert row[4] == f"{m['seconds'] / m['predicted']:.2f}x"
         assert row[8] == f"{c['dram_bytes'] / c['dram_predicted']:.2f}x"
         assert bool(row[10]) == (m["seconds"] / m["predicted"] > 1.1 or c["dram_bytes"] / c["dram_predicted"] > 1.1)
+
+
+def test_what_crosses_and_what_is_looked_up(tables, tmp_path):
+    data = made_up.ladder()
+    heading, *rows = cells(tables.crossing(made_up.write(tmp_path, "ladder.json", data)))
+    counted = [*data["ladder"][0]["counted"], *data["backward"][0]["counted"]]
+    assert [row[0] for row in rows] == [c["title"] for c in counted]
+    for row, c in zip(rows, counted, strict=True):
+        assert row[heading.index("ratio")] == f"{c['sm_bytes'] / c['issued']:.2f}x"
+        assert row[heading.index("merged into one")] == ("–" if c["key"] == "fa1" else "2.0")
+    assert "Not" in tables.crossing(tmp_path / "none.json")
+
+
+def test_as_n_grows_memory_ends_for_naive(tables, tmp_path):
+    data = made_up.ladder()
+    shown = tables.incident(made_up.write(tmp_path, "ladder.json", data))
+    heading, *rows = cells(shown)
+    assert [row[0] for row in rows] == ["2048", "4096", "8192", "32768"]
+    naive, hopper = (m["seconds"] for m in data["incident"][2]["measured"])
+    assert rows[2][heading.index("faster")] == f"{naive / hopper:.1f}x"
+    assert rows[2][3].endswith("20 %")
+    assert rows[3][1:4] == ["–"] * 3
+    assert "N = 32768: naive was not run: S and P would take 17.2 GB" in shown
+    assert tables.incident(tmp_path / "none.json") == "Not measured yet."
 
 
 def forward_cell(seq: int, causal: bool, **rates: float) -> dict:

@@ -1,16 +1,60 @@
 """The L2 model: its limits, its monotonicity, and the DRAM bytes counted on an H200."""
 import pytest
 
-from onchip.roofline.attention import Tile, fa1, fa2, naive
-from onchip.roofline.dram import dram_bytes, pipeline_dram_bytes, stays
+from onchip.roofline import softmax
+from onchip.roofline.attention import Formats, Tile, fa1, fa2, naive, online, tiled
+from onchip.roofline.dram import KEPT, counted_dram_bytes, dram_bytes, pipeline_dram_bytes, stays
+from onchip.roofline.hardware import find_gpu
 from onchip.roofline.shape import AttentionShape
+from onchip.roofline.softmax import Rows
 
-H200_L2, WAVE = 60 * 10**6, 132
+H200_L2, WAVE = find_gpu("h200").l2_bytes, 132
 MEASURED = AttentionShape.square(8192, 128, heads=8)
 
 
 def test_stays_is_a_ramp():
-    assert [stays(x, 100) for x in (0, 50, 75, 100, 200)] == [1, 1, 0.5, 0, 0]
+    assert [stays(x * 100, 100) for x in (0, KEPT, (1 + KEPT) / 2, 1, 2)] == pytest.approx([1, 1, 0.5, 0, 0])
+
+
+# (rung, tile) → MB read and written, kernel by kernel, of 16 heads of 4096 × 4096, d = 128, bf16: Nsight Compute on an H200
+COUNTED = {
+    naive: (Tile(128, 128), [(33.6, 509.5), (536.9, 511.9), (554.7, 11.1)]),
+    tiled: (Tile(128, 64), [(50.4, 8.5)]),
+    online: (Tile(128, 64), [(50.4, 8.6)]),
+    fa2: (Tile(128, 64), [(50.4, 8.5)]),
+    fa1: (Tile(64, 64), [(355.8, 230.4)]),
+}
+
+
+@pytest.mark.parametrize("rung", COUNTED, ids=lambda rung: rung.__name__)
+def test_what_counters_of_a_kernel_see(rung):
+    tile, counted = COUNTED[rung]
+    kernels = rung(AttentionShape.square(4096, 128, heads=16), tile, Formats()).kernels
+    expected = [counted_dram_bytes(kernel, H200_L2, WAVE) for kernel in kernels]
+    assert len(expected) == len(counted)
+    for found, (read, written) in zip(expected, counted, strict=True):
+        if rung is not fa1:  # on the ramp itself reads and writes part by a quarter
+            assert found.read / 1e6 == pytest.approx(read, rel=0.01)
+            assert found.written / 1e6 == pytest.approx(written, abs=4)
+    assert sum(x.read + x.written for x in expected) / 1e6 == pytest.approx(sum(map(sum, counted)), rel=0.01)
+
+
+@pytest.mark.parametrize(("ledger", "blocks", "counted"), [
+    (softmax.safe, 8, (760.4, 247.2)), (lambda x: softmax.online(x, 4096), 8, (519.5, 247.3)), (softmax.safe, 2, (268.5, 245.6)),
+    (softmax.resident, 1, (268.5, 245.7))])
+def test_rows_are_read_again_from_dram_where_too_many_run_at_once(ledger, blocks, counted):
+    """4096 rows of 32768: eight blocks an SM walk 69 MB at once, which do not stay; two (torch.softmax) walk 17 MB, which do."""
+    (kernel,) = ledger(Rows(4096, 32768)).kernels
+    found = counted_dram_bytes(kernel, H200_L2, blocks * WAVE)
+    assert (found.read / 1e6, found.written / 1e6) == pytest.approx(counted, rel=0.06)
+
+
+def test_a_counter_sees_intermediates_that_a_run_finds_in_l2():
+    first, second, _ = naive(AttentionShape.square(1024, 64), Tile(128, 128)).kernels
+    square = 2 * 1024**2
+    assert dram_bytes(second, H200_L2, WAVE) == 0  # S and P, 2 MB each, never leave the L2
+    assert counted_dram_bytes(second, H200_L2, WAVE).read == square
+    assert counted_dram_bytes(first, H200_L2, WAVE).written == square / 2  # the other half is still in L2
 
 
 def test_fused_forward_reads_its_inputs_once():

@@ -4,13 +4,13 @@ import pytest
 from onchip.errors import InputError
 from onchip.roofline.attention import Tile
 from onchip.roofline.shape import AttentionShape
-from onchip.simulate.backward import fa2_backward
+from onchip.simulate.backward import apart_backward, fa2_backward
 from onchip.simulate.formats import Precision
 from onchip.simulate.problem import Problem
 from onchip.simulate.unfused import naive_backward
 
 FLOAT64 = Precision.uniform("float64")
-BACKWARDS = pytest.mark.parametrize("schedule", [naive_backward, fa2_backward])
+BACKWARDS = pytest.mark.parametrize("schedule", [naive_backward, apart_backward, fa2_backward])
 
 
 @BACKWARDS

@@ -31,7 +31,11 @@ SCHEDULES = {
     "fa2 without lse": (lambda p, t, **o: attention.fa2(p, t, lse=False, **o), lambda s, t, f: forward_ledger.fa2(s, t, f, lse=False)),
     "split-KV 3": (lambda p, t, **o: attention.split_kv(p, t, 3, **o), lambda s, t, f: forward_ledger.split_kv(s, t, 3, f)),
     "naive backward": (unfused.naive_backward, backward_ledger.naive_backward),
+    "naive backward + scale + mask": (
+        lambda p, t, **o: unfused.naive_backward(p, t, scale_kernel=True, mask_kernel=True, **o),
+        lambda s, t, f: backward_ledger.naive_backward(s, t, f, scale_kernel=True, mask_kernel=True)),
     "fa2 backward": (backward.fa2_backward, backward_ledger.fa2_backward),
+    "backward, dQ apart": (backward.apart_backward, backward_ledger.apart_backward),
 }
 FUSED = [name for name in SCHEDULES if "naive" not in name]
 MASKS = [{}, {"causal": "bottom-right"}, {"causal": "top-left"}, {"window": (9, 3)}, {"window": (None, 0)}, {"window": (5, None)},
@@ -97,7 +101,7 @@ def test_tiles(name):
             for j in range(0, shape.seq_k, tile.bc):
                 ranges = [shape.key_range(row) for row in range(i, min(i + tile.br, shape.seq_q))]
                 full += all(lo <= j and hi >= min(j + tile.bc, shape.seq_k) for lo, hi in ranges)
-        visited, heads = expected.tiles, shape.query_heads
+        visited, heads = expected.tiles, shape.query_heads * (2 if "apart" in name else 1)  # dK and dV walk the tiles, and dQ again
         assert (tiles["full"], tiles["masked"], tiles["skipped"]) == (
             heads * full, heads * (visited - full), heads * (expected.all_tiles - visited))
 

@@ -1,13 +1,20 @@
 """Nsight Compute's counters of the kernels a program launches: what the ledger's predictions are held against.
 
 The program runs under `ncu`; kernels launched between ``torch.cuda.profiler.start()`` and ``stop()`` are counted, and each is filed under
-the NVTX range it was launched in. The report is read through Nsight's own Python reader (`ncu_report`, beside `ncu`), not from printed
-text. Clocks are left as they are and caches are flushed before every kernel: counts are those of a cold start.
+the NVTX ranges it was launched in. The report is read through Nsight's own Python reader (`ncu_report`, beside `ncu`), not from printed
+text. Clocks are left as they are. A kernel runs once for every few counters, with the memory it writes put back and the caches flushed
+before each time: counts are those of a cold start, and a kernel that counts its own tiles in memory finds the counter as it left it.
+
+What each counter sees of Hopper's engines: TMA's loads and stores cross the same crossbar as other ones and are in `sm_read`, `sm_written`
+and the L2's; wgmma is in `tensor_pipe`; the shared memory that wgmma and TMA touch goes past the load-store pipe, so `conflicts` are those
+of ordinary loads and stores alone.
 """
-import importlib.util
+import importlib
+import math
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,17 +30,20 @@ METRICS: dict[str, tuple[str, ...]] = {
     "seconds": ("gpu__time_duration.sum",),
     "dram_read": ("dram__bytes_read.sum",),
     "dram_written": ("dram__bytes_write.sum",),
-    "l2_read": ("lts__t_sectors_op_read.sum",),
-    "l2_written": ("lts__t_sectors_op_write.sum",),
+    "l2_read": ("lts__t_sectors_srcunit_tex_op_read.sum",),
+    "l2_written": ("lts__t_sectors_srcunit_tex_op_write.sum",),
+    "l2_fabric": ("lts__t_sectors_srcunit_ltcfabric.sum",),
     "sm_read": ("l1tex__m_xbar2l1tex_read_bytes.sum",),
     "sm_written": ("l1tex__m_l1tex2xbar_write_bytes.sum",),
+    "spilled": ("l1tex__t_sectors_pipe_lsu_mem_local_op_st.sum",),
     "conflicts": ("l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",),
     "tensor_pipe": ("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
                     "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_elapsed"),
     "occupancy": ("sm__warps_active.avg.pct_of_peak_sustained_active",),
     "registers": ("launch__registers_per_thread",),
 }
-SCALE = {"seconds": 1e-9, "l2_read": SECTOR, "l2_written": SECTOR}
+SCALE = dict.fromkeys(("l2_read", "l2_written", "l2_fabric", "spilled"), SECTOR)
+SECONDS = {"ns": 1e-9, "nsecond": 1e-9, "us": 1e-6, "usecond": 1e-6, "ms": 1e-3, "msecond": 1e-3, "s": 1.0, "second": 1.0}
 
 
 @dataclass(frozen=True)
@@ -41,14 +51,16 @@ class Counters:
     """One launch. Bytes and seconds; `tensor_pipe` and `occupancy` in percent; None: this card or version has no such counter."""
 
     kernel: str
-    within: str  # the NVTX range it was launched in
+    within: tuple[str, ...]  # the NVTX ranges it was launched in, outermost first
     seconds: float | None
     dram_read: float | None
     dram_written: float | None
-    l2_read: float | None  # asked of the L2, by SMs and copy engines
+    l2_read: float | None  # sectors that SMs asked of the L2
     l2_written: float | None
+    l2_fabric: float | None  # sectors that one half of the L2 asked of the other
     sm_read: float | None  # that crossed from the L2 to the SMs
     sm_written: float | None
+    spilled: float | None  # registers written to memory
     conflicts: float | None  # extra cycles shared memory took because lanes met in a bank
     tensor_pipe: float | None
     occupancy: float | None
@@ -84,33 +96,42 @@ def find_reader(ncu: Path) -> ModuleType:
 
 
 def _load(file: Path) -> ModuleType:
-    import sys
-
-    spec = importlib.util.spec_from_file_location("ncu_report", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(file.parent))  # it loads a library that lies beside it
     try:
-        spec.loader.exec_module(module)
+        return importlib.import_module(file.stem)
     finally:
         sys.path.remove(str(file.parent))
-    return module
 
 
-def count(command: Sequence[str], ncu: Path) -> list[Counters]:
-    """Run `command` under `ncu` and return its counted launches in order. Raises `InputError` where counting is not possible or fails."""
+def count(command: Sequence[str], ncu: Path, seconds: float | None = None) -> list[Counters]:
+    """Run `command` under `ncu` and return its counted launches in order.
+
+    Raises `InputError` where counting is not possible, fails, or takes more than `seconds`.
+    """
     reader = find_reader(ncu)
-    known = _known(ncu)
-    names = [name for name in (_first(candidates, known) for candidates in METRICS.values()) if name]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.ncu-rep"
+        names = [candidates[0] for candidates in METRICS.values()]
+        output = _profile(command, ncu, names, report, seconds)
+        if output is not None and "metric" in output:  # a name this card has not; the list takes Nsight up to a minute to make
+            known = _known(ncu)
+            able = [name for name in (_first(candidates, known) for candidates in METRICS.values()) if name]
+            if able != names:
+                output = _profile(command, ncu, able, report, seconds)
+        if output is not None:
+            raise InputError(f"ncu: {_reason(output)}")
+        return read(report, reader)
+
+
+def _profile(command: Sequence[str], ncu: Path, names: Sequence[str], report: Path, seconds: float | None) -> str | None:
+    """Write `report`; what was printed where that failed."""
+    try:
         done = subprocess.run(
             [str(ncu), "--profile-from-start", "off", "--nvtx", "--clock-control", "none", "--metrics", ",".join(names),
-             "--export", str(report), *command], capture_output=True, text=True, check=False)
-        if done.returncode or not report.is_file():
-            raise InputError(f"ncu: {_reason(done.stdout + done.stderr)}")
-        return read(report, reader)
+             "--force-overwrite", "--export", str(report), *command], capture_output=True, text=True, check=False, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        raise InputError(f"ncu: counting took more than {seconds:.0f} s; accepted: smaller problems, or fewer") from None
+    return done.stdout + done.stderr if done.returncode or not report.is_file() else None
 
 
 def _known(ncu: Path) -> set[str]:
@@ -147,14 +168,22 @@ def read(report: Path, reader: ModuleType) -> list[Counters]:
 
 def _counters(action: Any) -> Counters:
     names = set(action.metric_names())
-    found = {key: next((name for name in candidates if name in names), None) for key, candidates in METRICS.items()}
-    values = {key: None if name is None else action.metric_by_name(name).as_double() * SCALE.get(key, 1) for key, name in found.items()}
-    return Counters(action.name(), _range(action.nvtx_state()), **values)
+    values: dict[str, float | None] = {}
+    for key, candidates in METRICS.items():
+        metric = next((action.metric_by_name(name) for name in candidates if name in names), None)
+        values[key] = None if metric is None else _value(key, metric)
+    return Counters(action.name(), _ranges(action.nvtx_state()), **values)
 
 
-def _range(state: Any) -> str:
-    """The innermost NVTX range; empty outside of any."""
+def _value(key: str, metric: Any) -> float | None:
+    """In bytes, seconds or as it is; None where the card had no answer."""
+    value = float(metric.as_double())
+    scale = SECONDS.get(metric.unit(), 1e-9) if key == "seconds" else SCALE.get(key, 1)
+    return value * scale if math.isfinite(value) else None
+
+
+def _ranges(state: Any) -> tuple[str, ...]:
+    """The NVTX ranges, those of each domain outermost first: libraries have domains of their own."""
     if state is None:
-        return ""
-    ranges = [name for domain in state.domains() for name in state.domain_by_id(domain).push_pop_ranges()]
-    return ranges[-1] if ranges else ""
+        return ()
+    return tuple(name for domain in state.domains() for name in state.domain_by_id(domain).push_pop_ranges())

@@ -15,6 +15,7 @@ from onchip.ladder.climb import Step, climb
 from onchip.ladder.inputs import Inputs, load_inputs, random_inputs
 from onchip.ladder.measure import RUNGS as MEASURED
 from onchip.ladder.measure import Report, measure_rungs
+from onchip.ladder.measure_backward import measure_backward
 from onchip.ladder.rungs import Ladder
 from onchip.roofline.attention import Formats, Tile
 from onchip.roofline.hardware import GPU, find_gpu, parse_gpu
@@ -80,8 +81,8 @@ def ladder(
     problem = Problem(shape, Precision(formats.inputs), data.q, data.k, data.v, normal_like_out(shape, seed) if backward else None)
     with working("executing", len(top.rungs(backward=backward))) as step:
         steps = list(climb(top, problem, backward=backward, on_rung=lambda rung: step(rung.title)))
-    timed = time_here(data, causality) if measure and not backward else None
-    counted = count_here(top, ncu) if counters else None
+    timed = time_here(data, causality, backward) if measure else None
+    counted = count_here(top, ncu, backward) if counters else None
     if as_json:
         print_json({**problem_report(top), "inputs": data.source, "rungs": [step_report(s) for s in steps],
                     "this_machine": asdict(timed) if isinstance(timed, Report) else None,
@@ -162,39 +163,50 @@ def show(top: Ladder, data: Inputs, steps: list[Step]) -> None:
         console.print(note, style="dim")
 
 
-def time_here(data: Inputs, causal: str | None) -> Report | str:
-    """The plain-torch rungs timed on this machine's GPU or CPU; without torch, the sentence that says how to get it."""
+def time_here(data: Inputs, causal: str | None, backward: bool = False) -> Report | str | None:
+    """The rungs timed on this machine's GPU or CPU, a backward's on a GPU alone; without torch, the sentence that says how to get it."""
     with working("timing on this machine", 1 + len(MEASURED)) as step:
         try:
             device = "cuda" if load_torch("timing the rungs on this machine").cuda.is_available() else "cpu"
-            return measure_rungs(data, device, causal, on_rung=step)
+            if not backward:
+                return measure_rungs(data, device, causal, on_rung=step)
+            return measure_backward(data, device, causal, on_rung=step) if device == "cuda" else None
         except MissingExtra as error:
             return str(error)
 
 
-def count_here(top: Ladder, ncu: Path | None) -> "list[Counted]":
+def count_here(top: Ladder, ncu: Path | None, backward: bool = False) -> "list[Counted]":
     """The GPU's rungs under Nsight Compute, against the card they run on."""
     torch = load_torch("counting what kernels move")
     require(torch.cuda.is_available(), "--counters", "a machine without an NVIDIA GPU", "a GPU, whose counters Nsight Compute reads")
     from onchip.bench.counters import find_ncu
     from onchip.ladder.counted import count_rungs
     from onchip.ladder.gpu import GPU_RUNGS, needed_bytes, problem_of
+    from onchip.ladder.gpu_backward import BACKWARD_RUNGS
 
     problem, free = problem_of(top.shape, top.formats.inputs), torch.cuda.mem_get_info()[0]
-    keys = [rung.key for rung in GPU_RUNGS if rung.refusal(problem) is None and needed_bytes(rung, problem) < free]
+    if backward:
+        keys = [rung.key for rung in BACKWARD_RUNGS if rung.refusal(problem) is None and rung.needed_bytes(problem) < free]
+    else:
+        keys = [rung.key for rung in GPU_RUNGS if rung.refusal(problem) is None and needed_bytes(rung, problem) < free]
     with working("counting", 1) as step:
         step("Nsight Compute")
         return count_rungs(top.shape, top.formats.inputs, keys, find_gpu(torch.cuda.get_device_name()), find_ncu(ncu))
 
 
+def beside(counted: float, predicted: float | None) -> str:
+    """'86 % (73 %)'."""
+    return f"{counted:.0f} %" + ("" if predicted is None else f" ({predicted:.0f} %)")
+
+
 def show_counted(counted: "list[Counted]") -> None:
-    """Counted beside predicted."""
+    """Counted beside predicted; in brackets what was predicted of the tensor pipe and the occupancy."""
     table = make_table("counted by Nsight Compute, caches cold", ("rung",), "rung", "DRAM", "predicted", "ratio", "L2 ↔ SMs", "issued",
                        "ratio", "tensor pipe", "occupancy", "registers", "conflicts")
     for c in counted:
         table.add_row(c.title, human_bytes(c.dram_bytes), human_bytes(c.dram_predicted), f"{c.dram_ratio:.2f}", human_bytes(c.sm_bytes),
-                      human_bytes(c.issued), f"{c.issued_ratio:.2f}", f"{c.tensor_pipe:.0f} %", f"{c.occupancy:.0f} %", str(c.registers),
-                      f"{c.conflicts:.3g}")
+                      human_bytes(c.issued), f"{c.issued_ratio:.2f}", beside(c.tensor_pipe, c.tensor_pipe_predicted),
+                      beside(c.occupancy, c.occupancy_predicted), str(c.registers), f"{c.conflicts:.3g}")
     console.print(table)
 
 

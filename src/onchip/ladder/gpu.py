@@ -6,6 +6,7 @@ ledger's with the tile that really runs, under the roofs of the card, of which c
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,16 +14,25 @@ from torch import Tensor
 from onchip.attention import attention
 from onchip.attention.dispatch import why_not
 from onchip.attention.explain import forward_tile
+from onchip.attention.hopper import tiles as hopper_tiles
 from onchip.attention.problem import AttentionProblem
 from onchip.bench.machine import Ceilings
+from onchip.errors import InputError
 from onchip.ladder.kernels import fused, unfused
+from onchip.ladder.kernels.common import Launch
 from onchip.ladder.rungs import GEMM_TILE, RUNGS, Choices
 from onchip.roofline.attention import Formats
+from onchip.roofline.dtypes import BYTES
 from onchip.roofline.hardware import GPU, find_gpu
 from onchip.roofline.ledger import Pipeline
 from onchip.roofline.roofs import Prediction, predict, tile_on
 from onchip.roofline.shape import AttentionShape
+from onchip.roofline.tiles import Footprint, TileConfig, footprint
 
+if TYPE_CHECKING:
+    from onchip.attention.triton.tiles import Tile as TritonTile
+
+Fields = dict[str, Any]  # of a `GpuRung`
 Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
 
@@ -36,6 +46,7 @@ class GpuRung:
     run: Attention
     tile: Callable[[AttentionProblem, GPU], tuple[int, int]]  # query rows × keys
     backend: str | None = None  # of the library, where it is one of its kernels
+    config: Callable[[AttentionProblem, GPU], TileConfig] | None = None  # how a single kernel is built, for the planner
 
     def refusal(self, problem: AttentionProblem) -> str | None:
         """Why it cannot run `problem` on this machine; None when it can."""
@@ -46,6 +57,14 @@ class GpuRung:
         tile = tile_on(gpu, *self.tile(problem, gpu))
         choices = Choices(row_on_chip=problem.seq_k <= unfused.ROW)
         return RUNGS[self.ledger].predict(problem.shape, tile, Formats(problem.dtype, problem.dtype), choices)
+
+    def planned(self, problem: AttentionProblem, gpu: GPU) -> Footprint | None:
+        """What the planner says a thread block takes; None for a pipeline of kernels, and for a tile it has no model of."""
+        try:
+            return None if self.config is None else footprint(
+                self.config(problem, gpu), problem.dtype, problem.head_dim, problem.head_dim_v)
+        except InputError:
+            return None
 
     def predict(self, problem: AttentionProblem, gpu: GPU) -> Prediction:
         """Its time on `gpu`."""
@@ -76,35 +95,64 @@ def _library(backend: str) -> Attention:
     return lambda q, k, v, causal: attention(q, k, v, causal=causal, backend=backend)
 
 
-def _gemm(problem: AttentionProblem, gpu: GPU) -> tuple[int, int]:
-    return GEMM_TILE.br, GEMM_TILE.bc
+def cublas_tile(problem: AttentionProblem, gpu: GPU) -> tuple[int, int]:
+    """Of torch's matmuls: on Hopper cuBLAS takes 256 × 128 at these sizes (its kernels' names say so), elsewhere 128 × 128."""
+    return (256, 128) if gpu.capability == (9, 0) else (GEMM_TILE.br, GEMM_TILE.bc)
 
 
-def _written(name: str) -> Callable[[AttentionProblem, GPU], tuple[int, int]]:
-    """The tile of a kernel of `fused`."""
-    def tile(problem: AttentionProblem, gpu: GPU) -> tuple[int, int]:
+def _unfused(problem: AttentionProblem, gpu: GPU) -> tuple[int, int]:
+    """Rows of both products, and keys of S that a program owns."""
+    return unfused.SCORES.br, unfused.STRIP
+
+
+def _written(name: str) -> Fields:
+    """Tile and build of a kernel of `fused`."""
+    def launch(problem: AttentionProblem) -> Launch:
         like = torch.empty(0, max(problem.head_dim, problem.head_dim_v), dtype=getattr(torch, problem.dtype), device="meta")
-        return fused.launch_for(name, like, like)[:2]
+        return fused.launch_for(name, like, like)
 
-    return tile
+    def config(problem: AttentionProblem, gpu: GPU) -> TileConfig:
+        found = launch(problem)
+        return TileConfig(found.br, found.bc, found.stages, found.warps)
+
+    return {"tile": lambda problem, gpu: launch(problem)[:2], "config": config}
 
 
-def _chosen(backend: str) -> Callable[[AttentionProblem, GPU], tuple[int, int]]:
-    """The tile that the library takes."""
-    return lambda problem, gpu: forward_tile(problem, backend, gpu)
+def _chosen(backend: str) -> Fields:
+    """Tile and build that the library takes."""
+    def config(problem: AttentionProblem, gpu: GPU) -> TileConfig:
+        if backend == "triton":
+            picked = triton_tile("forward", problem, gpu)
+            return TileConfig(picked.bm, picked.bn, picked.stages, picked.warps)
+        wide = hopper_tiles.forward(problem.head_dim, problem.head_dim_v, problem.seq_q, problem.spec.window_right >= 0)
+        return TileConfig(wide.rows, wide.keys, wide.stages, consumers=wide.consumers)
+
+    return {"tile": lambda problem, gpu: forward_tile(problem, backend, gpu), "config": config, "backend": backend}
+
+
+def triton_tile(kernel: str, problem: AttentionProblem, gpu: GPU, *, rows: bool = False) -> "TritonTile":
+    """The tile with which a kernel of the Triton backend serves a dense, plain `problem` on `gpu`; `rows`: it reads row statistics."""
+    from onchip.attention.triton import launch, tiles
+
+    size = BYTES[problem.dtype]
+    aligned = problem.head_dim * size % 16 == problem.head_dim_v * size % 16 == 0 and not (rows and problem.seq_q % 4)
+    described = aligned and launch.accelerates(
+        gpu.capability or (0, 0), size, problem.batch * problem.heads * problem.seq_q * problem.seq_k)
+    width = launch.block(max(problem.head_dim, problem.head_dim_v))
+    return tiles.pick(kernel, gpu.smem_per_block, size, width, False, described)
 
 
 GPU_RUNGS = (
-    GpuRung("eager", "naive, torch eager", "naive_scaled", eager, _gemm),
-    GpuRung("naive_scaled", "naive + scale", "naive_scaled", partial(unfused.naive, apart=True), _gemm),
-    GpuRung("naive", "naive", "naive", unfused.naive, _gemm),
-    GpuRung("tiled", "tiled, 3 passes", "tiled", fused.tiled, _written("tiled")),
-    GpuRung("online", "online, 2 passes", "online", fused.online, _written("online")),
-    GpuRung("fa1", "FA1, K/V outer", "fa1", fused.fa1, _written("fa1")),
-    GpuRung("fa2", "FA2, Q outer", "fa2", fused.fa2, _written("fa2")),
-    GpuRung("triton", "FA2, masked tiles apart", "fa2", _library("triton"), _chosen("triton"), "triton"),
-    GpuRung("hopper_online", "Hopper, online softmax", "fa2", online_hopper, _chosen("hopper"), "hopper"),
-    GpuRung("hopper", "Hopper, anchored softmax", "fa2", _library("hopper"), _chosen("hopper"), "hopper"),
+    GpuRung("eager", "naive, torch eager", "naive_scaled", eager, cublas_tile),
+    GpuRung("naive_scaled", "naive + scale", "naive_scaled", partial(unfused.naive, apart=True), _unfused),
+    GpuRung("naive", "naive", "naive", unfused.naive, _unfused),
+    GpuRung("tiled", "tiled, 3 passes", "tiled", fused.tiled, **_written("tiled")),
+    GpuRung("online", "online, 2 passes", "online", fused.online, **_written("online")),
+    GpuRung("fa1", "FA1, K/V outer", "fa1", fused.fa1, **_written("fa1")),
+    GpuRung("fa2", "FA2, Q outer", "fa2", fused.fa2, **_written("fa2")),
+    GpuRung("triton", "FA2, masked tiles apart", "fa2", _library("triton"), **_chosen("triton")),
+    GpuRung("hopper_online", "Hopper, online softmax", "fa2", online_hopper, **_chosen("hopper")),
+    GpuRung("hopper", "Hopper, anchored softmax", "fa2", _library("hopper"), **_chosen("hopper")),
 )
 
 

@@ -4,7 +4,7 @@ On a CPU those in plain torch (`onchip.ladder.eager`), on a GPU the kernels (`on
 own SDPA for orientation. For each: time, FLOP/s, shares of the measured ceilings, peak extra memory, and error against float64. torch is
 imported when something is measured; without it `MissingExtra` says which extra brings it.
 """
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -81,8 +81,8 @@ class Report:
 
 def measure_rungs(inputs: Inputs, device: "str | torch.device" = "cpu", causal: bool | str | None = None, dtype: str | None = None,
                   budget: Budget = Budget(), ceilings: Ceilings | None = None,
-                  on_rung: Callable[[str], None] = lambda title: None) -> Report:
-    """Run every rung on `inputs` on `device`; `on_rung` hears the title of each before it runs.
+                  on_rung: Callable[[str], None] = lambda title: None, keys: Collection[str] | None = None) -> Report:
+    """Run every rung on `inputs` on `device`, or those of `keys`; `on_rung` hears the title of each before it runs.
 
     `dtype` is float32 on a CPU unless given (half precision is emulated there), elsewhere the format the inputs were stored in. `ceilings`
     are measured first unless given. Raises `InputError` for a device or dtype torch does not have here, `MissingExtra` without torch.
@@ -103,6 +103,8 @@ def measure_rungs(inputs: Inputs, device: "str | torch.device" = "cpu", causal: 
     flops, compulsory = useful_flops(shape), Sizes(shape, Formats(dtype)).forward
     measurements, skipped = [], {}
     for rung in (_on_gpu if torch_device.type == "cuda" else _on_cpu)(q, k, v, shape, dtype, ceilings, budget):
+        if keys is not None and rung.key not in keys:
+            continue
         on_rung(rung.title)
         if rung.reason:
             skipped[rung.key] = rung.reason

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from onchip.roofline import attention as ledger
+from onchip.roofline import backward as backward_ledger
 from onchip.roofline.attention import Formats, Tile
-from onchip.roofline.backward import fa2_backward as fa2_backward_ledger
-from onchip.roofline.backward import naive_backward as naive_backward_ledger
 from onchip.roofline.hardware import GPU
 from onchip.roofline.ledger import Pipeline
 from onchip.roofline.shape import AttentionShape, count_blocks
 from onchip.simulate import attention as schedule
-from onchip.simulate.backward import fa2_backward
+from onchip.simulate import backward as backward_schedule
 from onchip.simulate.problem import Problem, Result
 from onchip.simulate.unfused import naive, naive_backward
 
@@ -68,10 +67,15 @@ SPLIT_KV = Rung("split_kv", "FA2 + split-KV",
                 ledger.split_kv, schedule.split_kv, lambda shape, choices: {"splits": choices.splits, "pack_gqa": shape.packable})
 
 BACKWARD = (
-    Rung("naive_backward", "naive backward", "P kept from the forward; dP and dS through memory", naive_backward_ledger, naive_backward,
-         grad=True),
-    Rung("fa2_backward", "recomputing (FA2)", "P recomputed from Q, K and lse: one matmul more, no N² byte", fa2_backward_ledger,
-         fa2_backward, grad=True),
+    Rung("naive_scaled_backward", "naive + scale backward", "autograd of eager code: dS is masked and scaled by kernels of its own",
+         backward_ledger.naive_backward, naive_backward,
+         lambda shape, choices: {"scale_kernel": True, "mask_kernel": shape.masked}, grad=True),
+    Rung("naive_backward", "naive backward", "P kept from the forward; dP and dS through memory", backward_ledger.naive_backward,
+         naive_backward, grad=True),
+    Rung("apart_backward", "recomputing, dQ apart", "P recomputed from Q, K and lse, once for dK and dV and once for dQ: no N² byte, three "
+         "matmuls more", backward_ledger.apart_backward, backward_schedule.apart_backward, grad=True),
+    Rung("fa2_backward", "recomputing (FA2)", "P recomputed once: one matmul more than naive; dQ is accumulated in memory",
+         backward_ledger.fa2_backward, backward_schedule.fa2_backward, grad=True),
 )
 
 RUNGS = {rung.key: rung for rung in (*FORWARD, SPLIT_KV, *BACKWARD)}

@@ -4,20 +4,22 @@
 
 * DRAM: counted bytes over the copy rate, less P;
 * gaps between kernels: T less the sum of the kernels' own times;
-* bank conflicts: clocks lost over (SMs × clock).
+* bank conflicts: clocks lost over (SMs × clock);
+* one kernel of several: its own time over its prediction.
 
 The largest is named if it makes up half of T − P; otherwise it is latency (fill, drain, dependent instructions), which the roofs leave
 out, with the tensor pipe's share where that pipe is the roof. A rung faster than its prediction has a roof whose rate is set too low, or
 moved fewer bytes.
 
-**DRAM bytes.** Reads and writes apart. A kernel that keeps its results on the chip writes O and nothing else; naive's S and P and FA1's
-O, m and l are read as often as they are written. What is missing, up to half the L2 a kernel, is written lines that were still in the
-cache when the kernel ended.
+**DRAM bytes.** Reads and writes apart, kernel by kernel where as many ran as the ledger has: the largest difference is named. Where half of
+a surplus is registers that spilled, that is what it is.
+
+**Bytes between L2 and SMs.** All that is issued crosses: TMA and asynchronous copies go past the L1, plain loads of a tile meet nothing of
+theirs in it. Fewer cross where a block reads again what its L1 still holds, more where registers spill.
 """
 from onchip.report.results import Climb, Step
 
 TOLERANCE = 0.1
-THROUGH_MEMORY = {"eager": "S and P", "naive_scaled": "S and P", "naive": "S and P", "fa1": "O, m and l"}
 
 
 def ratio(value: float | None, predicted: float | None) -> float | None:
@@ -27,7 +29,7 @@ def ratio(value: float | None, predicted: float | None) -> float | None:
 
 def explain(step: Step, climb: Climb) -> str:
     """The terms behind this rung's gaps, in words; empty where prediction and measurement agree within 10 %, or one is missing."""
-    return "; ".join(filter(None, (time_term(step, climb), dram_term(step, climb))))
+    return "; ".join(filter(None, (time_term(step, climb), dram_term(step), crossing_term(step))))
 
 
 def _agrees(found: float | None) -> bool:
@@ -52,6 +54,11 @@ def time_term(step: Step, climb: Climb) -> str:
         terms["before the kernel" if len(kernels) == 1 else f"gaps between {len(kernels)} kernels"] = step.measured - sum(kernels)
     if step.conflicts is not None and roof is not None and roof.sms and roof.clock:
         terms["bank conflicts"] = step.conflicts / (roof.sms * roof.clock)
+    if len(step.pairs) > 1:
+        for expected, launch in step.pairs:
+            if launch.seconds is not None:
+                terms[f"{expected.kernel}, {launch.seconds / expected.seconds:.1f}x of its {expected.roof} time"] = (
+                    launch.seconds - expected.seconds)
     name = max(terms, key=lambda term: terms[term], default="")
     if name and terms[name] >= gap / 2:
         return f"time: {name}, {min(1.0, terms[name] / gap):.0%} of the gap"
@@ -59,19 +66,29 @@ def time_term(step: Step, climb: Climb) -> str:
     return f"time: latency that the roofs leave out{busy}"
 
 
-def dram_term(step: Step, climb: Climb) -> str:
+def dram_term(step: Step) -> str:
     """The term behind a gap in DRAM bytes."""
-    found = ratio(step.dram_counted, step.dram_predicted)
-    if found is None or step.dram_counted is None or step.dram_predicted is None or _agrees(found):
+    if _agrees(ratio(step.dram_counted, step.dram_predicted)) or step.dram_counted is None or step.dram_predicted is None:
         return ""
-    missing, l2 = step.dram_predicted - step.dram_counted, climb.roof.l2_bytes if climb.roof else None
-    if missing > 0:
-        if l2 and missing <= max(1, len(step.launches)) * l2 / 2:
-            return "DRAM: written lines still in L2 when the kernel ended"
-        return "DRAM: more is found in L2 than the model lets stay"
-    sizes, through = climb.sizes, THROUGH_MEMORY.get(step.key)
-    crossing = (step.dram_predicted - sizes.forward) / 2 if through else 0.0  # written by one kernel or step for another
-    written = sum(launch.dram_written or 0.0 for launch in step.launches) - (sizes.o + crossing)
-    read = sum(launch.dram_read or 0.0 for launch in step.launches) - (step.dram_predicted - sizes.o - crossing)
-    what = through or ("K and V, which did not stay in L2" if read >= written else "O")
-    return f"DRAM: more {'reads' if read >= written else 'writes'} of {what}"
+    surplus, spilled = step.dram_counted - step.dram_predicted, sum(launch.spilled or 0.0 for launch in step.launches)
+    if spilled and spilled >= surplus / 2 > 0:
+        return "DRAM: registers spilled to memory"
+    pairs = step.pairs or ((step.expected_sum, step.launch_sum),)
+    terms = {}
+    for expected, launch in pairs:
+        where = f" of {expected.kernel}" * (len(pairs) > 1)
+        terms[f"reads{where}"] = (launch.dram_read or 0.0) - expected.dram_read
+        terms[f"writes{where}"] = (launch.dram_written or 0.0) - expected.dram_written
+    sign = 1 if surplus > 0 else -1
+    name = max(terms, key=lambda term: sign * terms[term])
+    return f"DRAM: {'more' if sign > 0 else 'fewer'} {name} than the L2 model lets through"
+
+
+def crossing_term(step: Step) -> str:
+    """The term behind a gap between what is issued and what crosses from L2 to the SMs."""
+    if _agrees(ratio(step.sm_bytes, step.issued)) or step.sm_bytes is None or step.issued is None:
+        return ""
+    surplus, spilled = step.sm_bytes - step.issued, sum(launch.spilled or 0.0 for launch in step.launches)
+    if surplus < 0:
+        return "L2 to SMs: read again from L1"
+    return "L2 to SMs: registers spilled to memory" if spilled >= surplus / 4 else "L2 to SMs: other tiles than the ledger's"

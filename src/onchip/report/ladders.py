@@ -9,7 +9,8 @@ from onchip.report.html import Cell
 from onchip.report.results import Climb, Step
 
 COLUMNS = ("roof", "predicted", "measured", "time ratio", "speed-up", "DRAM predicted", "DRAM counted", "DRAM ratio", "issued",
-           "L2 ↔ SMs counted", "issued ratio", "tensor pipe", "occupancy", "registers", "peak memory", "error")
+           "L2 ↔ SMs counted", "issued ratio", "tensor pipe predicted", "tensor pipe", "occupancy predicted", "occupancy",
+           "registers", "peak memory", "error")
 TRAFFIC = (("compulsory", "compulsory"), ("issued", "issued"), ("DRAM predicted", "predicted"), ("DRAM counted", "counted"))
 
 
@@ -44,7 +45,9 @@ def _cells(step: Step, climb: Climb) -> list[Cell | str | None]:
         *(html.number(x, human_bytes(x or 0)) for x in (step.dram_predicted, step.dram_counted)),
         html.times(ratio(step.dram_counted, step.dram_predicted)),
         *(html.number(x, human_bytes(x or 0)) for x in (step.issued, step.sm_bytes)), html.times(ratio(step.sm_bytes, step.issued)),
-        *(html.number(x, f"{x or 0:.0f} %") for x in (step.tensor_pipe, step.occupancy)), html.number(step.registers, str(step.registers)),
+        *(html.number(x, f"{x or 0:.0f} %") for x in (
+            step.tensor_pipe_predicted, step.tensor_pipe, step.occupancy_predicted, step.occupancy)),
+        html.number(step.registers, str(step.registers)),
         html.number(step.peak_bytes, human_bytes(step.peak_bytes or 0)), html.number(step.error, f"{step.error or 0:.1e}")]
 
 
@@ -79,7 +82,7 @@ def _roofline(ident: str, climb: Climb) -> str:
 
 def _traffic(ident: str, climb: Climb) -> str:
     """Bytes of each rung that has any beside the compulsory ones."""
-    groups, least = [], float(climb.sizes.forward)
+    groups, least = [], float(climb.compulsory)
     for i, step in enumerate(climb.steps):
         found = zip(TRAFFIC, (least, step.issued, step.dram_predicted, step.dram_counted), strict=True)
         drawn = [(name, style, float(value)) for (name, style), value in found if value is not None]
@@ -89,8 +92,8 @@ def _traffic(ident: str, climb: Climb) -> str:
         return ""
     shown = {name for _, bars in groups for name, _, _ in bars}
     legend = [(f"bar {style}", name) for name, style in TRAFFIC if name in shown]
-    return html.figure(charts.bars(ident, f"Traffic, {climb.name}", groups), "Traffic. Compulsory: q, k, v and o once. Issued: what the "
-                       "thread blocks ask for. DRAM: what the L2 lets through.", legend)
+    return html.figure(charts.bars(ident, f"Traffic, {climb.name}", groups), "Traffic. Compulsory: inputs and outputs once. Issued: "
+                       "what the thread blocks ask for. DRAM: what the L2 lets through.", legend)
 
 
 def incident_section(incidents: Sequence[Sequence[Climb]]) -> str:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from onchip.errors import InputError, require
 from onchip.roofline.attention import Formats, Sizes, useful_flops
@@ -22,6 +22,20 @@ class Launch:
     seconds: float | None = None
     dram_read: float | None = None
     dram_written: float | None = None
+    spilled: float | None = None
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One kernel of the rung's ledger: seconds by its highest roof, and what its counters should say."""
+
+    kernel: str
+    seconds: float
+    roof: str
+    dram_read: float
+    dram_written: float
+    l2_own: float = 0.0  # looked up in L2, but for what blocks share
+    l2_shared: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +58,33 @@ class Step:
     peak_bytes: int | None = None  # beyond q, k and v
     error: float | None = None  # ‖x − t‖/‖t‖ against float64
     launches: tuple[Launch, ...] = ()
+    expected: tuple[Expected, ...] = ()
+    l2_bytes: float | None = None  # counted as looked up in L2
+    tensor_pipe_predicted: float | None = None  # percent
+    occupancy_predicted: float | None = None  # percent, by the planner
+
+    @property
+    def merged(self) -> float | None:
+        """Requests for what blocks share that became one lookup; None where they share nothing, or nothing was counted."""
+        own, shared = (sum(getattr(x, name) for x in self.expected) for name in ("l2_own", "l2_shared"))
+        return shared / (self.l2_bytes - own) if self.l2_bytes is not None and shared and self.l2_bytes > own else None
+
+    @property
+    def pairs(self) -> tuple[tuple[Expected, Launch], ...]:
+        """Each kernel of the ledger with its launch; empty where another number of kernels ran."""
+        return tuple(zip(self.expected, self.launches, strict=True)) if len(self.expected) == len(self.launches) else ()
+
+    @property
+    def expected_sum(self) -> Expected:
+        """The ledger's kernels together."""
+        seconds, read, written = (sum(getattr(x, name) for x in self.expected) for name in ("seconds", "dram_read", "dram_written"))
+        return Expected("all kernels", seconds, self.roof or "", read, written)
+
+    @property
+    def launch_sum(self) -> Launch:
+        """What was counted, all launches together."""
+        return Launch("all kernels", *(sum(getattr(x, name) or 0.0 for x in self.launches)
+                                       for name in ("seconds", "dram_read", "dram_written", "spilled")))
 
 
 @dataclass(frozen=True)
@@ -68,6 +109,7 @@ class Climb:
     steps: tuple[Step, ...]
     roof: Roof | None = None
     skipped: Mapping[str, str] = field(default_factory=dict)  # rung → why it was not run
+    backward: bool = False
 
     @property
     def name(self) -> str:
@@ -76,12 +118,17 @@ class Climb:
         size = f"N = {s.seq_q}" if s.seq_q == s.seq_k else f"{s.seq_q} queries × {s.seq_k} keys"
         heads = f"{s.query_heads} head" + "s" * (s.query_heads > 1) + f", {s.kv_pairs} of K and V" * (s.group > 1)
         width = f"d = {s.head_dim}" + f" and {s.head_dim_v}" * (s.head_dim_v != s.head_dim)
-        return f"{size}, {heads}, {width}, {short(self.dtype)}, {mask_name(s)}"
+        return f"{size}, {heads}, {width}, {short(self.dtype)}, {mask_name(s)}" + ", backward" * self.backward
 
     @property
-    def flops(self) -> int:
-        """Matmul FLOPs the job needs: visible pairs only."""
-        return useful_flops(self.shape)
+    def flops(self) -> float:
+        """Matmul FLOPs the job needs: visible pairs only; of a backward 2.5 times the forward's."""
+        return (2.5 if self.backward else 1) * useful_flops(self.shape)
+
+    @property
+    def compulsory(self) -> int:
+        """Bytes of its inputs and outputs, each once."""
+        return self.sizes.backward if self.backward else self.sizes.forward
 
     @property
     def sizes(self) -> Sizes:
@@ -137,25 +184,35 @@ def _roof(ceilings: Mapping[str, Any]) -> Roof:
 
 
 def _climb(shape: AttentionShape, ceilings: Mapping[str, Any], measured: Iterable[Mapping[str, Any]], counted: Iterable[Mapping[str, Any]],
-           skipped: Mapping[str, str]) -> Climb:
+           skipped: Mapping[str, str], *, backward: bool = False) -> Climb:
     """Rungs that were timed on one device, each joined with its counters."""
     by_key = {c["key"]: c for c in counted}
     steps = []
     for m in measured:
         c = by_key.get(m["key"], {})
-        launches = tuple(Launch(x["kernel"], x["seconds"], x["dram_read"], x["dram_written"]) for x in c.get("kernels", ()))
+        launches, expected = _made(Launch, c.get("kernels", ())), _made(Expected, c.get("expected", ()))
         steps.append(Step(
             m["key"], m["title"], m["predicted"], m["roof"], m["seconds"], c.get("issued"), c.get("sm_bytes"), c.get("dram_predicted"),
             c.get("dram_bytes"), c.get("tensor_pipe"), c.get("occupancy"), c.get("registers"), c.get("conflicts"), m["peak_bytes"],
-            m["error"]["rms"], launches))
-    return Climb(shape, ceilings["dtype"], ceilings["device"], tuple(steps), _roof(ceilings), dict(skipped))
+            m["error"]["rms"], launches, expected, c.get("l2_bytes"), c.get("tensor_pipe_predicted"),
+            c.get("occupancy_predicted")))
+    return Climb(shape, ceilings["dtype"], ceilings["device"], tuple(steps), _roof(ceilings), dict(skipped), backward)
+
+
+T = TypeVar("T", Launch, Expected)
+
+
+def _made(kind: type[T], found: Iterable[Mapping[str, Any]]) -> tuple[T, ...]:
+    """One of `kind` for each, by the names of its fields; what is not there is as it is by default."""
+    return tuple(kind(**{name: x[name] for name in kind.__dataclass_fields__ if name in x}) for x in found)
 
 
 def _gpu_ladder(into: Results, name: str, data: dict[str, Any]) -> None:
     def read(part: str) -> list[Climb]:
-        return [_climb(_shape(c["shape"]), data["ceilings"], c["measured"], c["counted"], c["skipped"]) for c in data[part]]
+        return [_climb(_shape(c["shape"]), data["ceilings"], c["measured"], c["counted"], c["skipped"], backward=part == "backward")
+                for c in data.get(part, ())]
 
-    into.ladders += read("ladder")
+    into.ladders += read("ladder") + read("backward")
     if data["incident"]:
         into.incidents.append(read("incident"))
 
@@ -173,11 +230,12 @@ def _cli_ladder(into: Results, name: str, data: dict[str, Any]) -> None:
                     card.l2_bytes)
     steps = tuple(Step(r["rung"], r["title"], r["predicted_s"], r["binding"], issued=r["issued_bytes"], dram_predicted=r["dram_bytes"],
                        error=r.get("error", {}).get("out", {}).get("rms")) for r in data["rungs"])
-    into.ladders.append(Climb(shape, data["shape"]["inputs"], title, steps, roof))
+    backward = any("backward" in step.key for step in steps)
+    into.ladders.append(Climb(shape, data["shape"]["inputs"], title, steps, roof, backward=backward))
     here = data.get("this_machine")
     if here:
         into.ladders.append(_climb(_shape(here["shape"]), here["ceilings"] | {"dtype": here["dtype"]}, here["measurements"],
-                                   data.get("counted") or (), here["skipped"]))
+                                   data.get("counted") or (), here["skipped"], backward=backward))
 
 
 def _kept(part: str) -> "Reader":

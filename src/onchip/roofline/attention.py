@@ -80,6 +80,7 @@ class Sizes:
         self.scores = rows * shape.seq_k  # elements of S
         self.s = self.scores * formats.es
         self.inputs, self.forward = self.q + self.k + self.v, self.q + self.k + self.v + self.o
+        self.backward = 2 * self.inputs + 2 * self.o + self.stat  # inputs, O, dO and lse read, gradients written
 
 
 def scores(tensor: str, nbytes: int, *, write: bool = False) -> Stream:

@@ -45,12 +45,15 @@ def naive(problem: Problem, tile: Tile | None = None, *, scale_kernel: bool = Fa
     return run.result(out="O")
 
 
-def naive_backward(problem: Problem, tile: Tile | None = None, *, sram: int | None = None, sample: int | None = None) -> Result:
+def naive_backward(problem: Problem, tile: Tile | None = None, *, scale_kernel: bool = False, mask_kernel: bool = False,
+                   sram: int | None = None, sample: int | None = None) -> Result:
     """dV = PᵀdO; dP = dO Vᵀ; dS = P ∘ (dP − rowsum(P ∘ dP)); dQ = scale · dS K; dK = scale · dSᵀ Q, with P as the naive forward left it.
 
-    dK and dV are summed over the query heads that share them inside their kernels.
+    dK and dV are summed over the query heads that share them inside their kernels. Where asked a kernel masks dS in place, and one scales
+    it, as eager autograd does; else the last two products are scaled.
     """
-    run = _start("naive backward", problem, tile, sram, sample, grad=True)
+    name = "naive backward" + " + scale kernel" * scale_kernel + " + mask kernel" * mask_kernel
+    run = _start(name, problem, tile, sram, sample, grad=True)
     chip, shape = run.chip, run.shape
     _scores(run, scaled=True)
     _softmax(run, None, mask=True)
@@ -78,19 +81,25 @@ def naive_backward(problem: Problem, tile: Tile | None = None, *, sram: int | No
                 p, dp = chip.load("P", head, strip), chip.load("dP", head, strip)
                 chip.alloc("D", strip.stop - strip.start, 1, fill=None)
                 chip.store("dS", head, strip, math.score_gradient(p, dp, math.row_dot(p, dp)))
+    for name in ["mask dS"] * mask_kernel + ["dS · scale"] * scale_kernel:
+        with chip.kernel(name):
+            for head, rows, math in run.query_tiles():
+                for keys in run.key_tiles:
+                    ds = chip.load("dS", head, rows, keys)  # P, and so dS, is 0 where the mask hides a key: masking changes no value
+                    chip.store("dS", head, rows, math.scaled(ds) if name == "dS · scale" else ds, keys)
     with chip.kernel("dQ = dS K"):
         for head, rows, math in run.query_tiles():
             dq = chip.alloc("dQ", rows.stop - rows.start, shape.head_dim)
             for keys in run.key_tiles:
                 math.accumulate(dq, chip.load("dS", head, rows, keys), chip.load("K", run.kv(head), keys))
-            chip.store("dQ", head, rows, math.scaled(dq))
+            chip.store("dQ", head, rows, dq if scale_kernel else math.scaled(dq))
     with chip.kernel("dK = dSᵀ Q"):
         for kv, heads, keys, outer in run.key_blocks():
             dk = chip.alloc("dK", keys.stop - keys.start, shape.head_dim)
             for head in heads:
                 for rows, _, math in run.turns(head, run.all_rows):
                     math.accumulate_transposed(dk, chip.load("dS", head, rows, keys), chip.load("Q", head, rows))
-            chip.store("dK", kv, keys, outer.scaled(dk))
+            chip.store("dK", kv, keys, dk if scale_kernel else outer.scaled(dk))
     return run.result(dq="dQ", dk="dK", dv="dV")
 
 
