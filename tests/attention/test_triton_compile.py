@@ -15,14 +15,14 @@ from onchip.attention.problem import Spec
 from onchip.attention.triton import backward, forward, launch, tiles
 from onchip.bench.inspect import compile_offline
 
-arch, budget, d, name, described, wanted = json.loads(sys.argv[1])
+arch, budget, d, dv, name, described, wanted = json.loads(sys.argv[1])
 dtype = getattr(torch, name)
 tiles.capability = lambda _: divmod(arch, 10)
 tiles.shared_memory = lambda _: budget
 launch.TMA_PAIRS = 0 if described else 2**62
 launched = []
 launch.launch = lambda kernel, programs, args, tile: launched.append((kernel, dict(zip(kernel.arg_names, args)), tile))
-q, k, v, out = (torch.empty(1, 2, 8192, d, dtype=dtype, device="meta") for _ in range(4))
+q, k, v, out = (torch.empty(1, 2, 8192, dim, dtype=dtype, device="meta") for dim in (d, d, dv, dv))
 lse = torch.empty(1, 2, 8192, device="meta")
 spec = Spec(1, -1, 0, 0.1, 0.0, 0.0, 8192, 8192, True, False)
 forward.forward(q, k, v, *[None] * 7, spec)
@@ -34,17 +34,18 @@ for kernel, args, tile in launched:
     loops = [loop for loop in made.loops if loop["EX2"]]
     # the loop over whole blocks: the masked ones spill no less
     hot = min(loops, key=lambda loop: (loop["STL"] + loop["LDL"], sum(loop.values()))) if loops else made.counts
-    print(json.dumps([kernel.fn.__name__, tile, made.shared, made.counts, hot, made.notes]))
+    print(json.dumps([kernel.fn.__name__, tile, made.shared, made.counts, hot, made.notes, made.unwritten]))
 """
 
 
 KERNELS = ("forward_kernel", "rows_kernel", "keys_kernel", "queries_kernel")
 
 
-def compiled(arch: int, kib: int, d: int, dtype: str, described: bool, kernels: tuple[str, ...] = KERNELS) -> dict[str, tuple]:
+def compiled(arch: int, kib: int, d: int, dtype: str, described: bool, kernels: tuple[str, ...] = KERNELS,
+             dv: int | None = None) -> dict[str, tuple]:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps([arch, kib * 1024, d, dtype, described, kernels])],
-                          env=environment, capture_output=True, text=True, check=False)
+    told = json.dumps([arch, kib * 1024, d, dv or d, dtype, described, kernels])
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT, told], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     made = {name: tuple(rest) for name, *rest in map(json.loads, done.stdout.splitlines())}
     assert set(made) == set(kernels)
@@ -65,8 +66,13 @@ def test_fp32_multiplies_on_hoppers_tensor_cores_and_takes_no_descriptors() -> N
     check(compiled(90, 227, 64, "float32", True, ("keys_kernel", "queries_kernel")), 90, 227, False, 4, 64)  # see launch.accelerates
 
 
+def test_no_value_is_lost_where_v_is_narrower_than_k() -> None:
+    made = compiled(90, 227, 40, "float32", False, ("forward_kernel", "keys_kernel"), dv=24)
+    assert [unwritten for *_, unwritten in made.values()] == [[], []]
+
+
 def check(kernels: dict[str, tuple], arch: int, kib: int, described: bool, size: int, d: int) -> None:
-    for name, (tile, shared, counts, hot, notes) in kernels.items():
+    for name, (tile, shared, counts, hot, notes, unwritten) in kernels.items():
         assert shared <= kib * 1024, name
         assert hot["STL"] + hot["LDL"] <= 12, name  # of some 400 instructions: dK, dV at d = 128 on Hopper have a few, the others none
         if name != "rows_kernel":
@@ -74,4 +80,5 @@ def check(kernels: dict[str, tuple], arch: int, kib: int, described: bool, size:
             assert counts["HGMMA" if arch == 90 else "HMMA"] > 0, name
             assert (counts["UTMALDG"] > 0) == described, name
         assert not [note for note in notes if "serialized" in note], name
+        assert not unwritten, name
         assert counts["DEPBAR"] < max(counts["HGMMA"], 1), name

@@ -162,3 +162,20 @@ def test_innermost_loops():
     made = inspect.Compiled("k", {}, 128, 32, 0, 0, 0, 0, inspect.count(SASS), "SASS", (), 1.0, "", SASS)
     (loop,) = made.loops  # 0x30 … 0x50, inside 0x10 … 0xa0; a jump to itself ends the code and is none
     assert {name: n for name, n in loop.items() if n} == {"MUFU": 2, "EX2": 1}
+
+
+def test_a_uniform_register_that_nothing_wrote_is_found():
+    sass = """
+        /*0000*/                   S2UR UR5, SR_CgaCtaId ;                                            /* 0x00 */
+        /*0010*/                   ULDC.64 UR8, c[0x0][0x208] ;                                       /* 0x00 */
+        /*0020*/              @P1  UIADD3 UR22, UP0, UR22, 0x40, URZ ;                                /* 0x00 */
+        /*0030*/                   UMOV UR23, 0x40000040 ;                                            /* 0x00 */
+        /*0040*/                   HGMMA.64x32x16.F32.BF16 R24, R100, gdesc[UR20].tnspB, R24 ;        /* 0x00 */
+        /*0050*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR20], R24, gsb0 ;              /* 0x00 */
+        /*0060*/                   LDG.E R2, desc[UR8][R2.64] ;                                       /* 0x00 */
+        /*0070*/                   STS [R4+UR5+0x6000], R24 ;                                         /* 0x00 */
+        /*0080*/                   IADD3 R71, P6, R71, UR6, RZ ;                                      /* 0x00 */
+        /*0090*/                   R2UR UR6, R71 ;                                                    /* 0x00 */
+"""
+    assert inspect.unwritten(sass) == ["UR22 in UIADD3", "UR20 in HGMMA.64x64x16.F32.BF16", "UR21 in HGMMA.64x64x16.F32.BF16",
+                                       "UR6 in IADD3"]

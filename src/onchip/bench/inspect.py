@@ -87,12 +87,18 @@ class Compiled:
         inner = [body for body in bodies if not any(other != body and body[0] <= other[0] and other[1] <= body[1] for other in bodies)]
         return [count("\n".join(text for at, text in code if first <= at <= last)) for first, last in sorted(inner)]
 
+    @property
+    def unwritten(self) -> list[str]:
+        """Uniform registers that an instruction reads and none before it, in program order, writes; empty without SASS."""
+        return unwritten(self.sass)
+
     def figures(self) -> dict[str, Any]:
         """As JSON takes them."""
         return {
             "kernel": self.name, "threads": self.threads, "registers": self.registers, "spill_stores": self.spill_stores,
             "spill_loads": self.spill_loads, "stack_bytes": self.stack, "shared_bytes": self.shared, "wgmma": self.counts["HGMMA"],
             "mma": self.counts["HMMA"], "instructions": dict(self.counts), "counted_in": self.counted_in, "ptxas_notes": list(self.notes),
+            "unwritten": self.unwritten,
             "compile_s": round(self.seconds, 3),
         }
 
@@ -100,6 +106,35 @@ class Compiled:
 def count(text: str, language: str = "SASS") -> dict[str, int]:
     """Instructions of each kind in a disassembly, or in PTX."""
     return {name: len(re.findall(one.sass if language == "SASS" else one.ptx, text)) for name, one in INSTRUCTIONS.items()}
+
+
+def unwritten(sass: str) -> list[str]:
+    """Uniform registers of a disassembly that are read before anything wrote them: what ptxas lost.
+
+    Seen with the ptxas of Triton 3.6 and 3.7, which dropped the first value of wgmma descriptors where two products in a loop have tiles of
+    different width and uniform registers ran short: the product then read shared memory that was not its own.
+    """
+    written: set[int] = set()
+    lost: dict[str, None] = {}
+    for name, operands in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)\s*([^;]*);", sass):
+        first, *others = [operand.strip() for operand in operands.split(",")]
+        wide = 4 if ".128" in name else 2 if ".64" in name or ".WIDE" in name else 1
+        target = re.fullmatch(r"UR(\d+)", first)
+        writes = target is not None and name.startswith(("U", "R2UR", "S2UR", "VOTEU", "LDCU")) and not name.startswith(("UTMA", "UBLK"))
+        read: list[int] = []
+        for at, operand in enumerate([first, *others]):
+            if writes and at == 0:
+                continue
+            for kind, number in re.findall(r"(g?desc\[)?\bUR(\d+)\b", operand):
+                a = int(number)
+                if kind == "gdesc[":  # the first factor in two of them, unless it stands before in registers, the second in two more
+                    read += range(a + 2 * (at > 1), a + 4)
+                else:
+                    read += range(a, a + (2 if kind or (writes and wide == 2 and "64" in name) else 1))
+        lost.update({f"UR{a} in {name}": None for a in read if a not in written})
+        if target is not None and writes:
+            written.update(range(int(target[1]), int(target[1]) + wide))
+    return list(lost)
 
 
 class _Card:

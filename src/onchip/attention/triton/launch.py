@@ -51,7 +51,7 @@ class Layout:
             "len_q": q.shape[0 if packed else 2], "len_k": k.shape[0 if packed else 2],
             "heads": self.heads, "group": self.heads // self.kv_heads,
             "slopes_b": slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
-            "D": d, "DV": dv, "BD": block(d), "BDV": block(dv), "UNIT": unit, "WGMMA": capability[0] == 9,
+            "D": d, "DV": dv, "BD": block(d), "BDV": block(dv, 64 if q.dtype == torch.float32 and d > 32 else 32), "UNIT": unit, "WGMMA": capability[0] == 9,
             **_numbers(spec, q.dtype, bias is None and slopes is None, capability >= (8, 0) and max(d, dv) <= SPLIT_DIM),
         }
         for name, steps in (self.steps | absent).items():
@@ -175,17 +175,19 @@ def _strides(t: Tensor, packed: bool) -> tuple[int, ...]:
     return (0,) * packed + tuple(strides[a] if sizes[a] > 1 else 0 for a in axes)
 
 
-def block(dim: int) -> int:
+def block(dim: int, least: int = 32) -> int:
     """Columns of the tile that holds `dim` of them: a power of two, at least 32.
 
     Two warpgroups share the columns of a product, 16 each at least: with 16 in all, Triton 3.6 lets the second one read past the buffer.
+    fp32 wants 64 for v where q and k have more than 32: with tiles of 64 and 32 columns ptxas (Triton 3.6, 3.7) loses values of the
+    descriptors of its six products, which then read what is not theirs (`bench.inspect.unwritten`).
     """
-    return max(32, triton.next_power_of_2(dim))
+    return max(least, triton.next_power_of_2(dim))
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
     """Make `device` current for a launch: Triton launches on the current one, which need not be the tensors'."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
+    if device.type != "cuda" or device.index == torch._C._cuda_getDevice():  # torch.cuda.current_device() asks whether CUDA is there, too
         return nullcontext()
     return torch.cuda.device(device)
 
