@@ -43,9 +43,9 @@ KERNELS = ("forward_kernel", "rows_kernel", "keys_kernel", "queries_kernel")
 
 def compiled(arch: int, kib: int, d: int, dtype: str, described: bool, kernels: tuple[str, ...] = KERNELS,
              dv: int | None = None) -> dict[str, tuple]:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     told = json.dumps([arch, kib * 1024, d, dv or d, dtype, described, kernels])
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT, told], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT, told], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     made = {name: tuple(rest) for name, *rest in map(json.loads, done.stdout.splitlines())}
     assert set(made) == set(kernels)

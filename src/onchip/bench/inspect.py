@@ -116,7 +116,7 @@ def unwritten(sass: str) -> list[str]:
     """
     written: set[int] = set()
     lost: dict[str, None] = {}
-    for name, operands in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)\s*([^;]*);", sass):
+    for name, operands in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);", sass):
         first, *others = [operand.strip() for operand in operands.split(",")]
         wide = 4 if ".128" in name else 2 if ".64" in name or ".WIDE" in name else 1
         target = re.fullmatch(r"UR(\d+)", first)
