@@ -2,6 +2,7 @@
 
     python benchmarks/attention_forward.py --json out.json            the whole grid
     python benchmarks/attention_forward.py --only d128 s4096
+    python benchmarks/attention_forward.py --only split               few rows, many keys
     python benchmarks/attention_forward.py --tensor-pipe --only b2 s16384 h16 d128 full
 
 Each cell first compares every contender's whole output with float64, then times them in turn: rounds of several calls between two events,
@@ -44,7 +45,8 @@ LONG = 131072
 
 @dataclass(frozen=True)
 class Case:
-    """One problem. `lengths` makes it a packed batch, and b, s of no account. `worst`: scores rise from the last key to the first by more
+    """One problem. `lengths` makes it a packed batch, and b, s of no account. `keys`: so many instead of s, few rows meet many keys and
+    onchip splits them; it runs unsplit too. `worst`: scores rise from the last key to the first by more
     than the anchored softmax can hold, so that every tile with more than its diagonal is computed twice."""
 
     b: int
@@ -58,21 +60,23 @@ class Case:
     dtype: str = "bfloat16"
     lengths: tuple[int, ...] = ()
     worst: bool = False
+    keys: int = 0
 
     @property
     def name(self) -> str:
         """The case in a few words."""
-        size = f"packed {len(self.lengths)} sequences" if self.lengths else f"b{self.b} s{self.s}"
+        size = f"packed {len(self.lengths)} sequences" if self.lengths else f"b{self.b} s{self.s}" + f"/{self.keys}" * bool(self.keys)
         heads = f"h{self.hq}" if self.hq == self.hkv else f"h{self.hq}/{self.hkv}"
         width = f"d{self.d}" if self.d == self.dv else f"d{self.d}/{self.dv}"
         return " ".join([size, heads, width, "causal" if self.causal else "full"] + [f"window{self.window}"] * bool(self.window)
-                        + ["fp16"] * (self.dtype == "float16") + ["worst"] * self.worst)
+                        + ["fp16"] * (self.dtype == "float16") + ["worst"] * self.worst + ["split"] * bool(self.keys))
 
     @property
     def flops(self) -> int:
         """Of the two matmuls, visible pairs only."""
         def pairs(s: int) -> int:
-            return AttentionShape(s, s, 1, 1, causal="bottom-right" if self.causal else None, window=(self.window, None)).pairs()
+            causal = "bottom-right" if self.causal else None
+            return AttentionShape(s, self.keys or s, 1, 1, causal=causal, window=(self.window, None)).pairs()
 
         total = sum(map(pairs, self.lengths)) if self.lengths else self.b * pairs(self.s)
         return 2 * total * self.hq * (self.d + self.dv)
@@ -94,15 +98,16 @@ def grid(tokens: list[int]) -> list[Case]:
     cases.append(Case(max(1, n // 16384), 16384, 16, 16, 128, 128, True, window=1024))
     for causal in (False, True):
         cases += [Case(1, LONG, 8, 8, 128, 128, causal), Case(n // 4096, 4096, 16, 16, 128, 128, causal, worst=True)]
-    return cases
+    few = ((1, 128, 16, 16, 8192), (1, 1, 32, 8, 65536), (8, 1, 32, 8, 8192), (4, 16, 32, 8, 4096), (1, 1024, 4, 4, 16384))
+    return cases + [Case(b, s, hq, hkv, 128, 128, keys=keys) for b, s, hq, hkv, keys in few]
 
 
 def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """q, k, v as (B, S, H, D) or packed (total, H, D) in memory, the layout all contenders read without a copy; offsets if packed."""
-    lead = (sum(case.lengths),) if case.lengths else (case.b, case.s)
+    lead = ((sum(case.lengths),),) * 3 if case.lengths else ((case.b, case.s), *((case.b, case.keys or case.s),) * 2)
     generator = torch.Generator("cuda").manual_seed(case.s + case.d)
-    q, k, v = (torch.randn(*lead, h, d, device="cuda", dtype=getattr(torch, case.dtype), generator=generator)
-               for h, d in ((case.hq, case.d), (case.hkv, case.d), (case.hkv, case.dv)))
+    q, k, v = (torch.randn(*first, h, d, device="cuda", dtype=getattr(torch, case.dtype), generator=generator)
+               for first, h, d in zip(lead, (case.hq, case.hkv, case.hkv), (case.d, case.d, case.dv), strict=True))
     if case.worst:  # scores fall by one unit of log₂ a key: 128 and more over a block, and a sum may not pass 2^100
         q = q * 0.1 + 1
         k = k - torch.arange(case.s, device="cuda")[:, None, None] / (math.log2(math.e) * math.sqrt(case.d))
@@ -115,13 +120,15 @@ def contenders(case: Case, q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None) -
     """What can run the case."""
     longest = max(case.lengths, default=case.s)
     spec = Spec(int(case.causal), -1 if case.window is None else case.window, 0 if case.causal else -1, case.d**-0.5, 0.0, 0.0, longest,
-                longest, False, False)
+                case.keys or longest, False, False)
     qt, kt, vt = (q, k, v) if case.lengths else (x.transpose(1, 2) for x in (q, k, v))
     runs: dict[str, Callable[[], Tensor]] = {}
     if cu is not None:
         runs["onchip"] = lambda: launch.run(q, k, v, None, cu, cu, spec)[0]
     else:
         runs["onchip"] = lambda: launch.run(qt, kt, vt, None, None, None, spec)[0].transpose(1, 2)
+        if case.keys:
+            runs["unsplit"] = lambda: launch.run(qt, kt, vt, None, None, None, spec, parts=1)[0].transpose(1, 2)
         if case.window is None:
             def cudnn() -> Tensor:
                 with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -143,20 +150,20 @@ def contenders(case: Case, q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None) -
 
 def blocks(case: Case, rows: int, heads: int) -> Iterator[tuple[slice, slice, slice]]:
     """(heads, rows, keys they see) of a sequence, few enough at a time."""
-    tall, wide = max(1, min(rows, SCORES // rows)), max(1, SCORES // rows**2)
+    keys = case.keys or rows
+    tall, wide = max(1, min(rows, SCORES // keys)), max(1, SCORES // (rows * keys))
     for h, start in product(range(0, heads, wide), range(0, rows, tall)):
         stop = min(start + tall, rows)
         yield (slice(h, min(h + wide, heads)), slice(start, stop),
-               slice(0 if case.window is None else max(0, start - case.window), stop if case.causal else rows))
+               slice(0 if case.window is None else max(0, start - case.window), stop if case.causal else keys))
 
 
 def truth(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The exact output in float64, q's shape."""
     out = torch.empty(*q.shape[:-1], case.dv, device="cuda", dtype=torch.float64)
     ends = [0, *torch.tensor(case.lengths).cumsum(0).tolist()] if case.lengths else [i * case.s for i in range(case.b + 1)]
-    flat = [x if case.lengths else x.flatten(0, 1) for x in (q, k, v, out)]
-    for start, stop in pairwise(ends):
-        q1, k1, v1, out1 = (x[start:stop].transpose(0, 1) for x in flat)
+    for i, (start, stop) in enumerate(pairwise(ends)):
+        q1, k1, v1, out1 = ((x[start:stop] if case.lengths else x[i]).transpose(0, 1) for x in (q, k, v, out))
         for heads, rows, keys in blocks(case, stop - start, case.hq):
             kv = torch.arange(heads.start, heads.stop, device="cuda") // (case.hq // case.hkv)
             x = q1[heads, rows].double() @ k1[kv, keys].double().mT * case.d**-0.5
@@ -239,7 +246,7 @@ def cell(case: Case, rounds: int, budget: float) -> dict[str, object]:
         qt, kt, vt = (x.transpose(1, 2) for x in (q, k, v))
         result["call_seconds"] = eager_calls({
             "onchip": lambda: attention(qt, kt, vt, causal=case.causal), "kernel": runs["onchip"],
-            "sdpa": lambda: scaled_dot_product_attention(qt, kt, vt, is_causal=case.causal)})
+            "sdpa": lambda: scaled_dot_product_attention(qt, kt, vt, is_causal=case.causal, enable_gqa=case.hq != case.hkv)})
     return result
 
 
@@ -249,6 +256,8 @@ def report(row: dict[str, object]) -> str:
     parts = [f"{name} {rate:5.1f}" for name, rate in tflops.items()]
     parts += [f"{tflops['onchip'] / rate:.2f}x {name}" for name, rate in tflops.items() if name != "onchip"]
     parts.append("error e-3 " + " ".join(f"{e * 1e3:.2f}" for e in errors.values()))
+    if row["keys"]:
+        parts.append("µs " + " ".join(f"{t * 1e6:.1f}" for t in row["seconds"].values()))
     if "call_seconds" in row:
         parts.append("call µs " + " ".join(f"{t * 1e6:.0f}" for t in row["call_seconds"].values()))
     return f"{row['case']:36}" + "  ".join(parts) + "".join(f"  {name}: {reason}" for name, reason in row["refused"].items())
@@ -266,7 +275,7 @@ def compile_in_parallel(cases: list[Case], processes: int) -> None:
     """`compile_first` for kinds of cases side by side."""
     kinds: dict[Case, list[Case]] = {}
     for case in cases:
-        kinds.setdefault(replace(case, b=0, s=0, hq=case.hq // case.hkv, hkv=1, worst=False), []).append(case)
+        kinds.setdefault(replace(case, b=0, s=0, hq=case.hq // case.hkv, hkv=1, worst=False, keys=min(case.keys, 1)), []).append(case)
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         pool.map(compile_first, kinds.values(), chunksize=1)
 
@@ -339,7 +348,7 @@ def main() -> None:
             with whole_file(args.json) as temporary:
                 temporary.write_text(json.dumps({"machine": machine, "cells": rows}, indent=1))
     best = [row["tflops"]["onchip"] / max(rate for name, rate in row["tflops"].items() if name != "onchip")
-            for row in rows if len(row["tflops"]) > 1 and not row["worst"]]
+            for row in rows if len(row["tflops"]) > 1 and not row["worst"] and not row["keys"]]
     if best:
         print(f"against the best peer: geometric mean {statistics.geometric_mean(best):.3f}x, worst {min(best):.3f}x, {len(best)} cells")
 

@@ -94,7 +94,9 @@ KINDS: dict[int, tuple[str, list[str]]] = {
         "gpu/test_inputs_gpu::test_each_operand_in_an_order_of_its_own"]),
     49: ("expanded keys and values", [
         "attention/test_strides::test_expanded_keys_and_values", "gpu/test_inputs_gpu::test_expanded_heads_of_33_keys_under_a_mask"]),
-    50: ("a last stride that is not 1", ["attention/test_strides::test_any_layout_gives_what_contiguous_memory_gives"]),
+    50: ("a last stride that is not 1", [
+        "attention/test_strides::test_any_layout_gives_what_contiguous_memory_gives",
+        "attention/test_strides::test_what_has_a_value_for_each_head_or_sequence_may_have_strides"]),
     52: ("addresses off 16 bytes", [
         "attention/test_strides::test_any_layout_gives_what_contiguous_memory_gives",
         "gpu/test_inputs_gpu::test_addresses_that_are_not_aligned",

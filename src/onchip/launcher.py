@@ -17,16 +17,20 @@ class Launcher:
     """Launches one compiled kernel on NVIDIA cards, with arguments as the driver's launcher takes them."""
 
     def __init__(self, compiled: Any) -> None:
-        self._function, self._metadata, run = compiled.function, compiled.packed_metadata, compiled.run
+        run = compiled.run
         if not self.serves(compiled):
             raise NotImplementedError("the kernel wants scratch memory, or is none of an NVIDIA card")
-        self._flags = (run.launch_cooperative_grid, run.launch_pdl)
         self._maps = getattr(compiled.metadata, "tensordesc_meta", None)
-        self._described = (run.arg_annotations, run.kernel_signature) if hasattr(run, "arg_annotations") else None
-        if self._described:  # since 3.7 one launcher serves all kernels
+        self._together = hasattr(run, "arg_annotations")  # are the kernel's arguments one of the launcher's?
+        # The Nones: launch metadata, hooks before and after (profilers of Triton's own), scratch memory of two kinds.
+        fixed = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
+        self._fixed: tuple[Any, ...]
+        if self._together:  # since 3.7 one launcher serves all kernels
             self._launch = triton.runtime.driver.active.utils.launch
+            self._fixed = (*fixed, compiled.packed_metadata, None, None, None, None, None, run.arg_annotations, run.kernel_signature)
         else:  # 3.6 compiles one for each, wrapped in the encoding of tensor maps if there are any
             self._launch = inspect.getclosurevars(run.launch).nonlocals.get("launcher", run.launch) if self._maps else run.launch
+            self._fixed = (*fixed, None, None, compiled.packed_metadata, None, None, None)
 
     @staticmethod
     def serves(compiled: Any) -> bool:
@@ -41,12 +45,10 @@ class Launcher:
 
     def __call__(self, grid: int, stream: int, args: Sequence[Any]) -> None:
         """Launch `grid` thread blocks on `stream`. `args`: one for each parameter; pointers as tensors or integers, descriptors encoded."""
-        # The Nones: launch metadata, hooks before and after (profilers of Triton's own), scratch memory of two kinds.
-        head = (grid, 1, 1, stream, self._function, *self._flags)
-        if self._described:
-            self._launch(*head, self._metadata, None, None, None, None, None, *self._described, args)
+        if self._together:
+            self._launch(grid, 1, 1, stream, *self._fixed, args)
         else:
-            self._launch(*head, None, None, self._metadata, None, None, None, *args)
+            self._launch(grid, 1, 1, stream, *self._fixed, *args)
 
 
 @cache

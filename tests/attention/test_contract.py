@@ -1,11 +1,12 @@
 """Every argument check, its error and its words; and what a checked call looks like."""
 import dataclasses
+from itertools import product
 
 import pytest
 import torch
 
 from onchip.attention import attention, attention_varlen
-from onchip.attention.contract import Spec, check_dense, describe, empty_like_q
+from onchip.attention.contract import Spec, check_dense, describe, empty_like_q, empty_lse
 from onchip.errors import InputError
 
 Q, K, V = torch.zeros(2, 4, 5, 8), torch.zeros(2, 2, 7, 8), torch.zeros(2, 2, 7, 6)
@@ -87,6 +88,14 @@ def test_the_memory_order_of_an_output() -> None:
     assert empty_like_q(Q, 6).stride() == (4 * 5 * 6, 5 * 6, 6, 1)
     assert empty_like_q(Q.transpose(1, 2).contiguous().transpose(1, 2), 6).stride() == (5 * 4 * 6, 6, 4 * 6, 1)
     assert empty_like_q(torch.zeros(9, 4, 8), 6).stride() == (24, 6, 1)
+    for b, h, s, d, dim in product((1, 2), (1, 3), (1, 5), (1, 8), (1, 8, 4)):
+        packed = torch.zeros(b, s, 3, h, d, dtype=torch.float16)
+        cut, inside, outside = packed.transpose(1, 3).unbind(2)
+        for q in (cut, inside.transpose(1, 2).contiguous().transpose(1, 2), outside.contiguous()):
+            out, lse = empty_like_q(q, dim), empty_lse(q)
+            right = torch.zeros(b, s, h, dim).transpose(1, 2) if q.stride(1) < q.stride(2) else torch.zeros(b, h, s, dim)
+            assert (out.shape, out.dtype, out.stride()) == (right.shape, torch.float16, right.stride())
+            assert (lse.shape, lse.dtype, lse.stride()) == ((b, h, s), torch.float32, torch.zeros(b, h, s).stride())
 
 
 def test_global_switches_are_read_at_the_call() -> None:

@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-from onchip.attention.hopper import schedule
+from onchip.attention.hopper import schedule, tiles
 from onchip.attention.hopper.launch import divisor
+from onchip.attention.hopper.split import tile_blocks
+from onchip.attention.problem import Spec
 
 
 class Number(int):
@@ -58,7 +60,7 @@ class Call:
 
     def __init__(self, **fields: Any) -> None:
         self.__dict__.update({"NC": 2, "BN": 128, "QUERIES": 2, "PACKED": False, "TOP_LEFT": False, "LEFT": False, "RIGHT": False,
-                              "behind": 0, "ahead": 0, "len_q": 0, "len_k": 0, **fields})
+                              "SPLIT": False, "behind": 0, "ahead": 0, "len_q": 0, "len_k": 0, **fields})
 
     def __getattr__(self, name: str) -> Any:
         function = plain(getattr(schedule.Call, name))
@@ -97,7 +99,7 @@ def test_slots_of_q_alternate_and_their_barriers_turn_over():
 
 def test_packed_offsets_are_clamped_to_the_tensors():
     call = Call(PACKED=True, cu_q=Pointer([0, 5, 3, 900]), cu_k=Pointer([-4, 7, 7, 50]), len_q=20, len_k=30)
-    assert [call.lengths(b) for b in range(3)] == [(5, 7, 0, 0), (0, 0, 5, 7), (17, 23, 3, 7)]
+    assert [call.lengths(b, 0) for b in range(3)] == [(5, 7, 0, 0), (0, 0, 5, 7), (17, 23, 3, 7)]
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -110,7 +112,7 @@ def test_a_tile_meets_its_keys_and_no_others_and_edges_are_where_masks_or_shifts
     call = Call(PACKED=packed, TOP_LEFT=top_left, LEFT=left is not None, RIGHT=right is not None, behind=dense - (left or 0),
                 ahead=dense + (right or 0))
     for first in range(0, rows, 128):
-        lo, hi, top, right_edge, left_edge = call.blocks(first, rows, keys)
+        lo, hi, top, right_edge, left_edge = call.blocks(first, rows, keys, 0)
         seen = []
         for i in range(first, min(first + 128, rows)):
             lowest = 0 if left is None else max(0, i + offset - left)
@@ -131,3 +133,43 @@ def test_a_tile_meets_its_keys_and_no_others_and_edges_are_where_masks_or_shifts
         inner = [row for row in starts if left_edge <= row < right_edge and row != top]
         if inner:
             assert all(any(j >= inner[0] + 128 for j in s) for s in seen)
+
+
+@pytest.mark.parametrize("parts", [2, 7])
+@pytest.mark.parametrize("top_left", [False, True])
+@pytest.mark.parametrize(("left", "right"), [(None, None), (None, 0), (0, 0), (100, 0), (200, 30), (None, 70), (500, None)])
+@pytest.mark.parametrize(("rows", "keys"), [(1, 1), (300, 300), (128, 513), (700, 100), (65, 1000), (500, 2000), (256, 0)])
+def test_the_parts_of_a_tile_meet_its_keys_once_and_know_their_edges(rows, keys, left, right, top_left, parts):
+    offset = 0 if top_left else keys - rows
+    geometry = {"TOP_LEFT": top_left, "LEFT": left is not None, "RIGHT": right is not None, "behind": offset - (left or 0),
+                "ahead": offset + (right or 0)}
+    whole, split = Call(**geometry), Call(**geometry, SPLIT=True, parts=Divisor(parts))
+    spec = Spec(2 if top_left else 0, -1 if left is None else left, -1 if right is None else right, 1.0, 0.0, 0.0, rows, keys, False, False)
+    counted = tile_blocks(tiles.forward(128, 128), rows, keys, spec)
+    for first, count in zip(range(0, rows, 128), counted, strict=True):
+        lo, hi, top, _, _ = whole.blocks(first, rows, keys, 0)
+        assert count == len(range(top, lo - 1, -128))
+        lengths, end = [], lo
+        for part in range(parts):
+            lo_p, hi_p, top_p, right_edge, left_edge = split.blocks(first, rows, keys, part)
+            assert (lo_p, (lo_p - lo) % 128) == (end, 0)
+            assert lo_p <= hi_p <= hi
+            assert top_p < max(hi_p, lo_p + 1) <= top_p + 128
+            lengths.append(-(-(hi_p - lo_p) // 128))
+            end = lo_p + 128 * lengths[-1]
+            # what `attend` relies on: blocks between the edges are seen whole by every row, and when they begin every row has met a key
+            starts = list(range(top_p, lo_p - 1, -128))
+            inner = [row for row in starts if left_edge <= row < max(right_edge, lo_p) and row != top_p]
+            for i in {first, (first + min(first + 128, rows)) // 2, min(first + 128, rows) - 1}:
+                lowest, highest = split.sight(i, rows, hi_p)
+                seen = set(range(max(lowest, lo_p), highest + 1))
+                assert all(set(range(row, row + 128)) <= seen for row in inner)
+                assert not inner or any(j >= inner[0] + 128 for j in seen)
+        assert (sum(lengths), hi) == (-(-(hi - lo) // 128), min(end, hi))
+        assert max(lengths) - min(lengths) <= 1
+
+
+def test_tasks_name_every_part_of_every_tile():
+    call = Call(SPLIT=True, parts=Divisor(3))
+    assert [call.tile_of(task) for task in range(7)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0)]
+    assert Call().tile_of(7) == (7, 0)

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from onchip.attention import attention
+from onchip.attention import attention, attention_varlen
 from onchip.attention.contract import empty_like_q
-from onchip.testing.attention import Case, Inputs, Target, build, check, run
+from onchip.testing.attention import Case, Inputs, Target, build, check, offsets, run
 
 CASE = Case(batch=2, heads=2, kv_heads=2, seq_q=9, seq_k=9)
 
@@ -40,6 +40,25 @@ def test_any_layout_gives_what_contiguous_memory_gives(target: Target, layout: s
         assert torch.equal(x, getattr(plain, name))
         setattr(inputs, name, x.requires_grad_(name != "dout"))
     got = run(CASE, inputs, target.backend)
+    for name, right in want.items():
+        assert torch.allclose(got[name], right, atol=1e-6), name
+
+
+@pytest.mark.parametrize("case", [Case(heads=4, seq_q=9, seq_k=11, sinks=True, alibi=1), Case(batch=2, heads=4, seq_q=9, seq_k=9, alibi=2),
+                                  Case(heads=4, lengths=((5, 7), (0, 3), (9, 9)), sinks=True, alibi=2)], ids=str)
+def test_what_has_a_value_for_each_head_or_sequence_may_have_strides(target: Target, case: Case) -> None:
+    plain, inputs = build(case, target.device), build(case, target.device)
+    want = run(case, plain, target.backend)
+    for name in {"sinks", "slopes"}:
+        if getattr(inputs, name) is not None:
+            x = LAYOUTS["every other element"](getattr(inputs, name).detach())
+            assert x.stride(-1) == 2
+            setattr(inputs, name, x.requires_grad_(name == "sinks"))
+    got = run(case, inputs, target.backend)
+    if case.lengths:
+        cu = [torch.stack([x, x + 1], -1)[..., 0] for x in offsets(case, target.device)]
+        more = {**case.arguments, "sinks": inputs.sinks, "alibi_slopes": inputs.slopes, "backend": target.backend}
+        assert torch.equal(attention_varlen(inputs.q, inputs.k, inputs.v, *cu, **more), got["out"])
     for name, right in want.items():
         assert torch.allclose(got[name], right, atol=1e-6), name
 

@@ -35,6 +35,7 @@ print(json.dumps(answers))
 """
 COMMANDS = {
     "hopper": "attention --head-dim 128 --arch sm_90 --causal --json",
+    "split": "attention --head-dim 128 --seq 100 --seq-k 8192 --heads 16 --json",
     "backward": "attention --head-dim 64 --window 64,0 --direction backward --backend hopper --dtype fp16 --json",
     "ampere": "attention --head-dim 64 --arch sm_80 --seq 512 --json",
     "softmax": "softmax --columns 4096 --dtype fp32 --json",
@@ -69,6 +70,15 @@ def test_the_hopper_forward(answers):
     assert (kernel["blocks_per_sm"], kernel["warps_per_sm"]) == (1, 4 * (tile.consumers + 1))
     assert kernel["instructions"]["UTMALDG"] > 0 < kernel["instructions"]["MUFU"]
     assert kernel["counted_in"] == "SASS"
+
+
+def test_split_keys_take_a_second_kernel(answers):
+    forward, merge = json.loads(answers["split"])["kernels"]
+    assert (forward["kernel"], merge["kernel"]) == ("forward_kernel", "merge_kernel")
+    assert 0 <= forward["shared_bytes"] - forward["planned_shared_bytes"] <= 1024
+    assert forward["planned_shared_bytes"] < json.loads(answers["hopper"])["kernels"][0]["planned_shared_bytes"]  # no room for o
+    assert (merge["threads"], merge["tile_rows"], merge["planned_shared_bytes"]) == (32, 1, None)
+    assert not any(kernel["unwritten"] or kernel["spill_stores"] for kernel in (forward, merge))
 
 
 def test_the_backward_of_hopper_is_triton_s(answers):

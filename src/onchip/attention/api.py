@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.attention import derivatives
+from onchip.attention import derivatives, ops
 from onchip.attention.contract import check_dense, check_packed, describe
 from onchip.attention.explain import Explanation, explain_problem
 from onchip.errors import InputError
@@ -67,9 +67,19 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str = False, wi
 
     Source: FlashAttention-2 (arXiv 2307.08691); ALiBi (arXiv 2108.12409); Philox (Salmon et al., SC 2011).
     """
-    out, lse = derivatives.attention(check_dense(
+    key = None
+    if bias is None and mask is None and alibi_slopes is None and sinks is None and type(dropout_p) is float and not dropout_p:
+        key = ops.plain(q, k, v, causal, window, scale, softcap, deterministic, backend)
+        route = None if key is None else ops.known(key)
+        if route is not None:
+            out, lse = derivatives.attention_again(route, q, k, v)
+            return (out, lse) if return_lse else out
+    call = check_dense(
         q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, bias=bias, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks,
-        dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic, backend=backend))
+        dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic, backend=backend)
+    out, lse = derivatives.attention(call)
+    if key is not None:
+        ops.learn(key, call)
     return (out, lse) if return_lse else out
 
 

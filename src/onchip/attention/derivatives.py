@@ -5,6 +5,7 @@
 
 Two `autograd.Function`s carry them where Python runs; in a traced graph the operator stands by itself and carries the first.
 """
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,6 +36,13 @@ def attention(call: Arguments) -> tuple[Tensor, Tensor]:
     return _run(ops.forward, ops.forward_op, call)
 
 
+def attention_again(route: ops.Route, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """`attention` of a call whose route `ops.known` found."""
+    if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
+        return _Known.apply(q, k, v, route)
+    return route.again(q, k, v)
+
+
 @torch.compiler.disable(reason="torch.compile of a torch.func transform of onchip.attention: that function runs uncompiled")
 def _transformed(call: Arguments) -> tuple[Tensor, Tensor]:
     return _Functional.apply(*call)
@@ -42,8 +50,9 @@ def _transformed(call: Arguments) -> tuple[Tensor, Tensor]:
 
 def _run(implementation: Any, op: Any, args: tuple[Any, ...]) -> Any:
     """`op`, of which nothing is differentiated here, by the shortest way: the dispatcher takes 40 µs over its many arguments."""
-    plain = _PLAIN.issuperset(map(type, args[:5]))
-    if plain and not (args[0].is_meta or torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()):
+    first = args[:5]  # q, k, v, and beside them bias and mask, or on the way back dout and dlse
+    if (_PLAIN.issuperset(map(type, first)) and not any(x is not None and x.is_neg() for x in first) and not (
+            args[0].is_meta or torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active())):
         return implementation(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args)
@@ -64,6 +73,25 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         return _pull_back(ctx, *cotangents)
+
+
+class _Known(torch.autograd.Function):
+    """`_Eager` for a call whose route `ops.known` found: 4 arguments to carry, not 20."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, route: ops.Route) -> tuple[Tensor, Tensor]:
+        output = route.again(q, k, v)
+        ctx.save_for_backward(q, k, v, *output)
+        ctx.numbers = route.numbers
+        ctx.set_materialize_grads(False)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        tensors = (q, k, v, *(None,) * (TENSORS - 3))
+        dq, dk, dv, _, _ = _gradients(dout, dlse, tensors, out, lse, [*ctx.needs_input_grad[:3], False, False], ctx.numbers)
+        return dq, dk, dv, None
 
 
 class _Functional(torch.autograd.Function):
@@ -100,15 +128,21 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _pull_back(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     *tensors, out, lse = ctx.saved_tensors
-    if dout is None:
-        dout = out.new_zeros(()).expand(out.shape)
     need_q, need_k, need_v, need_bias, _, _, need_sinks, *_ = ctx.needs_input_grad
     needs = [need_q, need_k, need_v, need_bias, need_sinks]
-    # differentiable where someone may differentiate it: autograd turns gradients off elsewhere
-    args = (dout, dlse, *tensors[:3], out, lse, *tensors[3:], needs, *ctx.numbers)
-    grads = _Gradient.apply(*args) if torch.is_grad_enabled() else _run(ops.backward, ops.backward_op, args)
-    dq, dk, dv, dbias, dsinks = (grad if need else None for grad, need in zip(grads, needs, strict=True))
+    dq, dk, dv, dbias, dsinks = _gradients(dout, dlse, tensors, out, lse, needs, ctx.numbers)
     return dq, dk, dv, dbias, None, None, dsinks, *(None,) * (len(ctx.needs_input_grad) - 7)
+
+
+def _gradients(dout: Tensor | None, dlse: Tensor | None, tensors: Sequence[Tensor | None], out: Tensor, lse: Tensor, needs: list[bool],
+               numbers: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+    """Those of q, k, v, bias and sinks that are needed."""
+    if dout is None:
+        dout = out.new_zeros(()).expand(out.shape)
+    # differentiable where someone may differentiate it: autograd turns gradients off elsewhere
+    args = (dout, dlse, *tensors[:3], out, lse, *tensors[3:], needs, *numbers)
+    grads = _Gradient.apply(*args) if torch.is_grad_enabled() else _run(ops.backward, ops.backward_op, args)
+    return tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))
 
 
 class _Gradient(torch.autograd.Function):

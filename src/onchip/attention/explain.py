@@ -5,7 +5,7 @@ from onchip.attention.dispatch import CAPABILITIES, choose, why_not
 from onchip.attention.hopper import tiles as hopper
 from onchip.attention.problem import FEATURES, AttentionProblem
 from onchip.errors import InputError
-from onchip.roofline.attention import Formats, fa2
+from onchip.roofline.attention import Formats, fa2, split_kv
 from onchip.roofline.dtypes import BYTES
 from onchip.roofline.hardware import GPU
 from onchip.roofline.roofs import Prediction, predict, tile_on
@@ -23,6 +23,7 @@ class Explanation:
     gpu: GPU | None
     tile: tuple[int, int] | None  # query rows × keys that the backend's forward meets at a time on `gpu`; None without a prediction
     prediction: Prediction | None  # of a FlashAttention-2 forward with this tile on `gpu`; None where it is not known
+    parts: int = 1  # in which the backend's forward meets each tile's keys on `gpu`, merged by a second kernel; the prediction counts both
 
     def __str__(self) -> str:
         p = self.problem
@@ -33,8 +34,9 @@ class Explanation:
         if self.gpu is not None and self.tile is not None and self.prediction is not None:
             kernel = self.prediction.slowest
             after = f", next {kernel.next[0]} at {kernel.next[1]:.0%} of it" if kernel.next else ""
+            split = f", keys in {self.parts} parts" if self.parts > 1 else ""
             lines.append(f"forward on {self.gpu.title}: no faster than {_time(self.prediction.time)}, bound by {kernel.binding}{after} "
-                         f"(roofs, tiles of {self.tile[0]}×{self.tile[1]})")
+                         f"(roofs, tiles of {self.tile[0]}×{self.tile[1]}{split})")
         return "\n".join(lines)
 
 
@@ -57,11 +59,22 @@ def explain_problem(problem: AttentionProblem, backend: str = "auto", gpu: GPU |
     return Explanation(problem, chosen, others, gpu, *_predict(problem, chosen, gpu))
 
 
+def forward_cut(problem: AttentionProblem, gpu: GPU) -> tuple[int, hopper.Tile, int]:
+    """(query heads taken for one, tile, parts of a tile's keys) with which the Hopper backend would run the forward on `gpu`."""
+    if problem.varlen:
+        return 1, hopper.forward(problem.head_dim, problem.head_dim_v, problem.seq_q, problem.spec.window_right >= 0), 1
+    from onchip.attention.hopper.split import cut  # Triton is imported where it can run
+
+    joined = (problem.layout == "bhsd" or problem.seq_q == 1) and not problem.sinks
+    return cut((problem.batch, problem.heads, problem.seq_q, problem.head_dim), problem.kv_heads, problem.head_dim_v, problem.spec, gpu.sms,
+               joined=joined)
+
+
 def forward_tile(problem: AttentionProblem, backend: str | None, gpu: GPU) -> tuple[int, int]:
     """(query rows, keys) of the tile with which `backend` would run the forward on `gpu`."""
     if backend == "hopper":
-        wide = hopper.forward(problem.head_dim, problem.head_dim_v, problem.seq_q, problem.spec.window_right >= 0)
-        return wide.rows, wide.keys
+        _, tile, _ = forward_cut(problem, gpu)
+        return tile.rows, tile.keys
     if backend == "triton":
         from onchip.attention.triton import launch, tiles  # Triton is imported where it can run
 
@@ -75,19 +88,24 @@ def forward_tile(problem: AttentionProblem, backend: str | None, gpu: GPU) -> tu
     return _TILE
 
 
-def _predict(problem: AttentionProblem, backend: str | None, gpu: GPU | None) -> tuple[tuple[int, int] | None, Prediction | None]:
-    """(tile, prediction); none where nothing runs or the card is not known."""
+def _predict(problem: AttentionProblem, backend: str | None, gpu: GPU | None) -> tuple[tuple[int, int] | None, Prediction | None, int]:
+    """(tile, prediction, parts); none where nothing runs or the card is not known."""
     if backend is None or gpu is None:
-        return None, None
+        return None, None, 1
     if min(problem.batch, problem.heads, problem.seq_q, problem.seq_k, problem.head_dim, problem.head_dim_v) == 0:
-        return None, None
+        return None, None, 1
     dtype = "tf32" if problem.tf32 else problem.dtype
     tile = forward_tile(problem, backend, gpu)
+    group, _, parts = forward_cut(problem, gpu) if backend == "hopper" else (1, tile, 1)
+    formats = Formats(problem.dtype, problem.dtype)
     try:
-        schedule = fa2(problem.shape, tile_on(gpu, *tile), Formats(problem.dtype, problem.dtype))
-        return tile, predict(schedule, _as_used(gpu, problem, backend), dtype)
+        if parts > 1:
+            schedule = split_kv(problem.shape, tile_on(gpu, *tile), parts, formats, pack_gqa=group > 1)
+        else:
+            schedule = fa2(problem.shape.packed() if group > 1 else problem.shape, tile_on(gpu, *tile), formats)
+        return tile, predict(schedule, _as_used(gpu, problem, backend), dtype), parts
     except InputError:  # the card has no peak for this dtype
-        return None, None
+        return None, None, 1
 
 
 def _as_used(gpu: GPU, problem: AttentionProblem, backend: str) -> GPU:

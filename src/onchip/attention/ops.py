@@ -8,10 +8,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import (
+    _are_functorch_transforms_active,
+    _get_deterministic_algorithms,
+    _is_any_autocast_enabled,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 from torch.utils.flop_counter import register_flop_formula
 
 from onchip.attention import vmap as rules
-from onchip.attention.contract import Arguments, describe, empty_like_q
+from onchip.attention.contract import Arguments, describe, empty_like_q, empty_lse
 from onchip.attention.dispatch import choose, implementation
 from onchip.attention.problem import Spec
 from onchip.roofline.attention import useful_flops
@@ -36,28 +45,46 @@ class Route(NamedTuple):
 
     backend: str
     spec: Spec
+    numbers: tuple[Any, ...]  # of `Arguments`
     as_given: bool  # the backend takes the tensors as they come
     memo: dict[str, Any]  # the implementation's own
 
+    def again(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """(out, lse) of a call whose route `known` found. An implementation may have left the shortest way in its memo: a function `again`
+        of q, k and v that does for calls of this kind what it did for the first."""
+        again = self.memo.get("again")
+        if again is not None:
+            return again(q, k, v)
+        return implementation(self.backend, "forward")(q, k, v, None, None, None, None, None, None, None, self.spec, self.memo)
 
-_ROUTES: dict[tuple[Any, ...], Route] = {}
+
+_ROUTES: dict[tuple[Any, ...], Route] = {}  # by what checked calls have in common, and by `plain`
 _MOST_ROUTES = 4096
+known = _ROUTES.get
 
 
 def _kind(x: Tensor | None) -> tuple[Any, ...] | None:
     return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
 
 
+def _switches(q: Tensor) -> tuple[Any, ...]:
+    """Those of torch that decide how a call runs."""
+    return (_get_deterministic_algorithms(),
+            q.dtype == torch.float32 and q.is_cuda and torch.backends.cuda.matmul.fp32_precision)
+
+
 def _route(call: tuple[Any, ...], *more: Any) -> Route:
     """The route of calls like `call`, the fields of `Arguments`; `more` is what else they have in common."""
     q = call[0]
-    tf32 = q.dtype == torch.float32 and q.is_cuda and torch.backends.cuda.matmul.fp32_precision
-    kind = (*map(_kind, call[:TENSORS]), call[TENSORS:], q.device, torch.are_deterministic_algorithms_enabled(), tf32, more)
+    kind = (*map(_kind, call[:TENSORS]), call[TENSORS:], q.device, _switches(q), more)
     route = _ROUTES.get(kind)
-    if route is None:
-        if len(_ROUTES) >= _MOST_ROUTES:
-            _ROUTES.clear()
-        route = _ROUTES[kind] = _make_route(Arguments(*call))
+    return _remember(kind, _make_route(Arguments(*call))) if route is None else route
+
+
+def _remember(kind: tuple[Any, ...], route: Route) -> Route:
+    if len(_ROUTES) >= _MOST_ROUTES:
+        _ROUTES.clear()
+    _ROUTES[kind] = route
     return route
 
 
@@ -67,7 +94,41 @@ def _make_route(call: Arguments) -> Route:
     if 0 in (problem.batch, problem.heads, problem.seq_q, problem.seq_k):  # no score, no kernel
         backend = "reference"
     as_given = call.bias is None and call.mask is None and all(_unit_last(x) is x for x in call[:3])
-    return Route(backend, problem.spec, as_given, {})
+    return Route(backend, problem.spec, call[TENSORS:], as_given, {})
+
+
+_SIMPLE = {type(None), bool, int, float, str}
+_WIDTHS = {type(None), int}
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, causal: Any, window: Any, scale: Any, softcap: Any, deterministic: Any,
+          backend: Any) -> tuple[Any, ...] | None:
+    """All that decides a dense call with these arguments and no others, as one key: the way past checks and `_route`, which look at a call
+    field by field (10 µs, and 20 where the host has just waited for the device).
+
+    None where more takes part than memory and switches (compiling, a transform, a mode, autocast, a subclass, a tensor that is the negative
+    of its memory), or an argument that has no fixed value: the long way then serves or refuses.
+    """
+    types = (type(causal), type(scale), type(softcap), type(deterministic), type(backend))  # to a dictionary True, 1 and 1.0 are one
+    if (is_dynamo_compiling() or not type(q) is type(k) is type(v) is Tensor or _are_functorch_transforms_active()
+            or _len_torch_dispatch_stack() or _len_torch_function_stack() or _is_any_autocast_enabled() or forward_ad._current_level >= 0
+            or q.is_neg() or k.is_neg() or v.is_neg() or not _SIMPLE.issuperset(types)
+            or not (window is None or (type(window) is tuple and _WIDTHS.issuperset(map(type, window))))):
+        return None
+    dtype = q.dtype
+    try:
+        return (q.shape, q.stride(), q.data_ptr() % 16, k.shape, k.stride(), k.data_ptr() % 16, v.shape, v.stride(), v.data_ptr() % 16,
+                dtype, k.dtype, v.dtype, q.device, k.device, v.device, types, causal, window, scale, softcap, deterministic, backend,
+                _get_deterministic_algorithms(), dtype is torch.float32 and _switches(q))
+    except RuntimeError:  # a sparse or nested tensor
+        return None
+
+
+def learn(key: tuple[Any, ...], call: Arguments) -> None:
+    """Let `known` find the route of `call`, which the checks made of the arguments of `key`."""
+    route = _route(call)
+    if route.as_given and not call.q.is_meta:
+        _remember(key, route)
 
 
 def _operands(call: Arguments) -> tuple[Any, ...]:
@@ -89,7 +150,7 @@ _AS_IT_IS = nullcontext()
 
 def exact(x: Tensor) -> AbstractContextManager[Any]:
     """Autocast has done its part in the contract; inside, it would round what implementations compute in fp32."""
-    return torch.autocast(x.device.type, enabled=False) if torch._C._is_any_autocast_enabled() else _AS_IT_IS
+    return torch.autocast(x.device.type, enabled=False) if _is_any_autocast_enabled() else _AS_IT_IS
 
 
 def forward(*args: Any) -> tuple[Tensor, Tensor]:
@@ -123,8 +184,8 @@ library.impl("attention_backward", backward, "CompositeExplicitAutograd")
 @torch.library.register_fake("onchip::attention_forward", lib=library)
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    rows = q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0])
-    return empty_like_q(q, v.shape[-1]), q.new_empty(rows, dtype=dtype)
+    lse = empty_lse(q, dtype) if q.dim() == 4 else q.new_empty((q.shape[1], q.shape[0]), dtype=dtype)
+    return empty_like_q(q, v.shape[-1]), lse
 
 
 @torch.library.register_fake("onchip::attention_backward", lib=library)

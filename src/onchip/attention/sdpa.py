@@ -4,8 +4,7 @@ import math
 import torch
 from torch import Tensor
 
-from onchip.attention import derivatives
-from onchip.attention.contract import check_dense
+from onchip.attention.api import attention
 from onchip.errors import InputError
 
 
@@ -53,9 +52,8 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
     if attn_mask is not None:
         attn_mask = _fold_mask(attn_mask, (*query.shape[:-1], key.shape[-2]))
         bias, mask = (None, attn_mask) if attn_mask.dtype == torch.bool else (attn_mask, None)
-    out, _ = derivatives.attention(check_dense(
-        _fold(query), _fold(key), _fold(value), causal="top-left" if is_causal else False, window=None, scale=scale, softcap=None,
-        bias=bias, mask=mask, alibi_slopes=None, sinks=None, dropout_p=dropout_p, dropout_seed=None, deterministic=False, backend="auto"))
+    out = attention(_fold(query), _fold(key), _fold(value), causal="top-left" if is_causal else False, scale=scale, bias=bias, mask=mask,
+                    dropout_p=dropout_p)
     return out if len(lead) == 2 else out.reshape(*lead, *out.shape[-2:])
 
 

@@ -96,8 +96,9 @@ def _hopper(problem: AttentionProblem, card: GPU) -> list[Kernel]:
     from onchip.attention.hopper.offline import compile_call, planned_bytes
 
     q, k, v, _, _, _, sinks, cu_q, *_ = _operands(problem)
-    tile, made = compile_call(q, k, v, sinks, cu_q, problem.spec)
-    return [_kernel(made, card, tile.rows, tile.keys, planned_bytes(tile, problem.dtype))]
+    plan, (forward, *merges) = compile_call(q, k, v, sinks, cu_q, problem.spec)
+    planned = planned_bytes(plan.tile, problem.dtype, plan.parts > 1)
+    return [_kernel(forward, card, plan.tile.rows, plan.tile.keys, planned), *(_kernel(merge, card, 1, None, None) for merge in merges)]
 
 
 def _operands(p: AttentionProblem) -> tuple[Any, ...]:

@@ -1,1 +1,1 @@
-"""Hopper forward in Gluon: `schedule` orders the tiles, `forward` is the kernel, `tiles` its table, `launch` the host side."""
+"""Hopper forward in Gluon: `schedule` orders tasks, `forward` is the kernel, `tiles` its table, `split` for few tiles, `launch` it."""

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-__all__ = ["aggregate", "log2", "reinterpret", "stores_done", "tma_load", "tma_store"]
+__all__ = ["aggregate", "log2", "reinterpret", "stores_done", "thread_block", "tma_load", "tma_store"]
 
 # 3.8 made it public.
 aggregate = getattr(gluon, "aggregate", None) or _core._aggregate
@@ -32,3 +32,9 @@ def log2(x, _semantic=None):
     """log₂ in one instruction, to 2⁻²² (absolute near 1, relative elsewhere); the library's is 40."""
     return _core.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=_core.float32, is_pure=True, pack=1,
                                         _semantic=_semantic)
+
+
+@builtin
+def thread_block(_semantic=None):
+    """The number of the thread block, read where it is asked for: `program_id` would be read before the warps part, and kept."""
+    return _core.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r", [], dtype=_core.int32, is_pure=False, pack=1, _semantic=_semantic)

@@ -18,13 +18,16 @@ online softmax, and stores it over the first. `ONLINE` compiles online softmax i
 **Who takes which tile.** Whoever is free takes the next one, from a counter; a head's tiles follow each other, heaviest first, but those of
 the last few heads are mixed (`Call.place`). The producer asks, and tells the consumers through shared memory.
 
+**Few tiles.** `SPLIT` deals a tile's keys out to several tasks. Each is checked and, if need be, repeated for itself, and leaves o in fp32
+and its lse in units of log₂; `split.merge_kernel` puts the parts together.
+
 Sources: FlashAttention-3 (arXiv 2407.08608, Alg. 1–2) for the schedule; "Online normalizer calculation for softmax" (arXiv 1805.02867).
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from onchip.attention.hopper.compat import log2, stores_done
+from onchip.attention.hopper.compat import log2, stores_done, thread_block
 from onchip.attention.hopper.producer import REPORT, STOP, Tensors, barriers, buffers, produce, read_word, store
 from onchip.attention.hopper.schedule import BM, Call, Divisor
 
@@ -236,7 +239,7 @@ def step(c: gl.constexpr, call, x, slot, row, first, rows, keys, at, p, o, o1, m
 
 @gluon.jit
 def attend(c: gl.constexpr, call, x, lse, sinks, scale, cap, word, s, at, told, SINKS: gl.constexpr, SOFTCAP: gl.constexpr):
-    """64 rows of o and lse of the tile that `word` names; s are the scores of its last block, the `at`-th of all. The scores of the next
+    """64 rows of o and lse of the task that `word` names; s are the scores of its last block, the `at`-th of all. The scores of the next
     tile's last block are under way while this tile's o leaves. Returns the next word, those scores, at, told."""
     BN: gl.constexpr = call.BN
     STAGES: gl.constexpr = call.STAGES
@@ -247,10 +250,14 @@ def attend(c: gl.constexpr, call, x, lse, sinks, scale, cap, word, s, at, told, 
     row_layout: gl.constexpr = gl.SliceLayout(1, s.type.layout)
     dtype: gl.constexpr = x.v_s[0].dtype
     slot = call.slot(told)[0] + c
-    b, h, first = call.place(word >> 1)
+    tile, part = call.tile_of(word >> 1)
+    b, h, first = call.place(tile)
     first += c * BM
-    rows, keys, _, _ = call.lengths(b)
-    lo, _, top, right_edge, left_edge = call.blocks(first - c * BM, rows, keys)
+    rows, keys, _, _ = call.lengths(b, at)
+    lo, hi, top, right_edge, left_edge = call.blocks(first - c * BM, rows, keys, part)
+    first |= at >> 30  # 0, as in `lengths`: what follows from it is worked out here
+    if call.SPLIT:
+        keys = hi  # a part without keys has a block all the same: hidden
     right_edge = gl.maximum(right_edge, lo)
     if word & 1:
         right_edge = lo  # every block is an edge
@@ -294,10 +301,15 @@ def attend(c: gl.constexpr, call, x, lse, sinks, scale, cap, word, s, at, told, 
 
     # Asking again where the tile lies frees the registers that would carry the answer through the loops.
     word += at >> 30
-    tile = word >> 1
+    task = word >> 1
+    tile, part = call.tile_of(task)
     b, h, first = call.place(tile)
-    rows, keys, q_begin, _ = call.lengths(b)
+    rows, keys, q_begin, _ = call.lengths(b, at)
+    if call.SPLIT:
+        lo, keys, _, _, _ = call.blocks(first, rows, keys, part)
     first += c * BM
+    if not call.PACKED:  # there it costs the producer registers
+        first |= at >> 30
     i = first + gl.arange(0, BM, row_layout)
     total = gl.convert_layout(gl.sum(l, 1), row_layout)
     in_range = (total > (HALF_LOW if dtype == gl.float16 else LOW)) & (total < HIGH)
@@ -315,44 +327,79 @@ def attend(c: gl.constexpr, call, x, lse, sinks, scale, cap, word, s, at, told, 
     keep = True
     if not call.ONLINE:
         if word & 1:
-            keep = gl.load(call.failed + tile * call.NC + c, volatile=True) != 0
+            keep = gl.load(call.failed + task * call.NC + c, volatile=True) != 0
         else:
             finite_o = partial_sums(o * 0.0)  # 0, or NaN where o is not finite
             if V1 > 0:
                 finite_o += gl.convert_layout(partial_sums(o1 * 0.0), finite_o.type.layout)
             lowest, highest = call.sight(i, rows, keys)
+            if call.SPLIT:
+                lowest = gl.maximum(lowest, lo)
             LANES: gl.constexpr = finite_o.type.layout
             ROWS: gl.constexpr = gl.SliceLayout(1, LANES)
             elsewhere = gl.convert_layout((i >= rows) | (highest < lowest), ROWS)[:, None]
             good = elsewhere | (gl.convert_layout(in_range, ROWS)[:, None] & (finite_o == 0.0))
             one = gl.full([BM, 4], 1, gl.int32, LANES)
-            gl.store(call.failed + tile * call.NC + c + one - 1, one, mask=good == 0)
-            gl.store(call.failed + call.total * call.NC + gl.program_id(0) + one - 1, one, mask=good == 0)
+            gl.store(call.failed + task * call.NC + c + one - 1, one, mask=good == 0)
+            gl.store(call.unsure + thread_block() + one - 1, one, mask=good == 0)
     if keep:
-        at_row = i + q_begin + (h if call.PACKED else b * call.heads.d + h).to(gl.int64) * x.lse_step
-        gl.store(lse + at_row, (m0 + log2(total)) * LN2, mask=i < rows)
-        rounded = (o * gl.convert_layout(factor, gl.SliceLayout(1, o_layout))[:, None]).to(dtype)
-        tma.store_wait(0)
-        if call.PIECES == 1:
-            x.o_s[0].index(c).store(rounded)
-            if V1 > 0:
-                x.o_s[1].index(c).store((o1 * gl.convert_layout(factor, gl.SliceLayout(1, o1_layout))[:, None]).to(dtype))
-            fence_async_shared()
-            store(x.o[0], q_begin + b * x.step_o, rows, h, first, 0, x.o_s[0].index(c))
-            if V1 > 0:
-                store(x.o[1], q_begin + b * x.step_o, rows, h, first, 0, x.o_s[1].index(c))
+        if call.SPLIT:
+            before = ((b * call.heads.d + h) * call.parts.d + part).to(gl.int64) * x.lse_step + first
+            store_part(call, x, lse, before, rows - first, m0 + log2(total), factor, o, o1)
         else:
-            left, right = gl.split(gl.permute(gl.reshape(rounded, [BM, 2, V0 // 2]), (0, 2, 1)))
-            x.o_s[0].index(c).store(left)
-            fence_async_shared()
-            store(x.o[0], q_begin + b * x.step_o, rows, h, first, 0, x.o_s[0].index(c))
-            tma.store_wait(0)
-            x.o_s[0].index(c).store(right)
-            fence_async_shared()
-            store(x.o[0], q_begin + b * x.step_o, rows, h, first, V0 // 2, x.o_s[0].index(c))
+            at_row = i + q_begin + (h if call.PACKED else b * call.heads.d + h).to(gl.int64) * x.lse_step
+            gl.store(lse + at_row, (m0 + log2(total)) * LN2, mask=i < rows)
+            store_tile(c, call, x, b, h, first, rows, q_begin, factor, o, o1)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(x.k_empty.index(stage), count=1, pred=following >= 0)
     return following, s, at, told
+
+
+@gluon.jit
+def store_tile(c: gl.constexpr, call, x, b, h, first, rows, q_begin, factor, o, o1):
+    """64 rows of o, scaled and rounded, through shared memory."""
+    dtype: gl.constexpr = x.v_s[0].dtype
+    V0: gl.constexpr = o.shape[1]
+    V1: gl.constexpr = call.V1
+    rounded = (o * gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout))[:, None]).to(dtype)
+    tma.store_wait(0)
+    if call.PIECES == 1:
+        x.o_s[0].index(c).store(rounded)
+        if V1 > 0:
+            x.o_s[1].index(c).store((o1 * gl.convert_layout(factor, gl.SliceLayout(1, o1.type.layout))[:, None]).to(dtype))
+        fence_async_shared()
+        store(x.o[0], q_begin + b * x.step_o, rows, h, first, 0, x.o_s[0].index(c))
+        if V1 > 0:
+            store(x.o[1], q_begin + b * x.step_o, rows, h, first, 0, x.o_s[1].index(c))
+    else:
+        left, right = gl.split(gl.permute(gl.reshape(rounded, [BM, 2, V0 // 2]), (0, 2, 1)))
+        x.o_s[0].index(c).store(left)
+        fence_async_shared()
+        store(x.o[0], q_begin + b * x.step_o, rows, h, first, 0, x.o_s[0].index(c))
+        tma.store_wait(0)
+        x.o_s[0].index(c).store(right)
+        fence_async_shared()
+        store(x.o[0], q_begin + b * x.step_o, rows, h, first, V0 // 2, x.o_s[0].index(c))
+
+
+@gluon.jit
+def store_part(call, x, lse, row, rows, lse2, factor, o, o1):
+    """o and lse of 64 rows (of the first `rows` of them) of one part, from `row` on, counted through all rows of all parts."""
+    width: gl.constexpr = o.shape[1] + call.V1
+    i = gl.arange(0, BM, lse2.type.layout)
+    gl.store(lse + row + i, lse2, mask=i < rows)
+    store_columns(x.partial + row * width, width, rows, o, factor)
+    if call.V1 > 0:
+        store_columns(x.partial + row * width + o.shape[1], width, rows, o1, factor)
+
+
+@gluon.jit
+def store_columns(to, width: gl.constexpr, rows, o, factor):
+    """The first `rows` rows of o, scaled, into columns of a matrix `width` wide, from the registers: a quad of lanes writes 32 bytes."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    i = gl.arange(0, BM, ROWS)[:, None]
+    column = gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout))[None, :]
+    gl.store(to + i * width + column, o * gl.convert_layout(factor, ROWS)[:, None], mask=i < rows)
 
 
 # The functions below are what `warp_specialize` takes: one a partition, all with the same arguments.
@@ -382,30 +429,32 @@ def producer(call, x, lse, sinks, scale, cap, SINKS: gl.constexpr, SOFTCAP: gl.c
 @gluon.jit(
     do_not_specialize=["step_q", "step_k", "step_v", "step_o", "lse_step", "len_q", "len_k", "heads", "heads_m", "heads_s", "group_k",
                        "group_k_m", "group_k_s", "group_v", "group_v_m", "group_v_s", "tiles", "tiles_m", "tiles_s", "early_heads",
-                       "early_tiles", "last_heads", "last_heads_m", "last_heads_s", "total", "behind", "ahead"],
-    do_not_specialize_on_alignment=["lse", "sinks", "taken", "failed", "chain", "cu_q", "cu_k"],
+                       "early_tiles", "last_heads", "last_heads_m", "last_heads_s", "parts", "parts_m", "parts_s", "total", "behind",
+                       "ahead"],
+    do_not_specialize_on_alignment=["lse", "sinks", "taken", "failed", "unsure", "chain", "cu_q", "cu_k"],
 )
 def forward_kernel(
-    q0, q1, k0, k1, v0, v1, o0, o1, lse, sinks, taken, failed, chain, cu_q, cu_k,
+    q0, q1, k0, k1, v0, v1, o0, o1, lse, sinks, taken, failed, unsure, chain, cu_q, cu_k, partial,
     step_q, step_k, step_v, step_o, lse_step: gl.int64, len_q, len_k, heads, heads_m, heads_s, group_k, group_k_m, group_k_s, group_v,
-    group_v_m, group_v_s, tiles, tiles_m, tiles_s, early_heads, early_tiles, last_heads, last_heads_m, last_heads_s, total, behind, ahead,
-    scale, cap,
+    group_v_m, group_v_s, tiles, tiles_m, tiles_s, early_heads, early_tiles, last_heads, last_heads_m, last_heads_s, parts, parts_m,
+    parts_s, total, behind, ahead, scale, cap,
     NC: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, V0: gl.constexpr, V1: gl.constexpr,
     PACKED: gl.constexpr, TOP_LEFT: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, SINKS: gl.constexpr, SOFTCAP: gl.constexpr,
-    ONLINE: gl.constexpr, PING_PONG: gl.constexpr, QUERIES: gl.constexpr, PIECES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr, num_warps: gl.constexpr,
+    ONLINE: gl.constexpr, PING_PONG: gl.constexpr, QUERIES: gl.constexpr, PIECES: gl.constexpr, SPLIT: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):
-    """softmax(scores) V and its lse. Grid: as many thread blocks as SMs, or as tiles if those are fewer."""
+    """softmax(scores) V and its lse, or those of each part of the keys. Grid: a thread block an SM, or a task if those are fewer."""
     call = Call(cu_q, cu_k, len_q, len_k, Divisor(heads, heads_m, heads_s), Divisor(group_k, group_k_m, group_k_s),
                 Divisor(group_v, group_v_m, group_v_s), Divisor(tiles, tiles_m, tiles_s), early_heads, early_tiles,
-                Divisor(last_heads, last_heads_m, last_heads_s), total, behind, ahead, taken, failed, chain, NC, BN, STAGES, D1, V1, PACKED,
-                TOP_LEFT, LEFT, RIGHT, ONLINE, PING_PONG, QUERIES, PIECES)
+                Divisor(last_heads, last_heads_m, last_heads_s), Divisor(parts, parts_m, parts_s), total, behind, ahead, taken, failed,
+                unsure, chain, NC, BN, STAGES, D1, V1, PACKED, TOP_LEFT, LEFT, RIGHT, ONLINE, PING_PONG, QUERIES, PIECES, SPLIT)
     q_s = buffers(QUERIES * NC, BM, D0, D1, q0.dtype)
     k_s = buffers(STAGES, BN, D0, D1, q0.dtype)
     v_s = buffers(STAGES, BN, V0, V1, q0.dtype)
     o_s = buffers(NC, BM, V0 // PIECES, V1, q0.dtype)
-    x = Tensors((q0, q1 if D1 > 0 else q0), (k0, k1 if D1 > 0 else k0), (v0, v1 if V1 > 0 else v0), (o0, o1 if V1 > 0 else o0),
-                step_q, step_k, step_v, step_o, lse_step, q_s, k_s, v_s, o_s,
+    x = Tensors((q0, q1 if D1 > 0 else q0), (k0, k1 if D1 > 0 else k0), (v0, v1 if V1 > 0 else v0),
+                (q0, q0) if SPLIT else (o0, o1 if V1 > 0 else o0),  # with SPLIT there is no o, and its buffer takes no memory
+                partial, step_q, step_k, step_v, step_o, lse_step, q_s, k_s, v_s, o_s,
                 gl.allocate_shared_memory(gl.int32, [QUERIES * NC, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
                 barriers(QUERIES * NC, 1), barriers(QUERIES * NC, 1), barriers(STAGES, 1), barriers(STAGES, NC), barriers(STAGES, 1),
                 barriers(STAGES, NC), barriers(NC, 1), barriers(1, NC))

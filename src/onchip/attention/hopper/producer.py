@@ -1,4 +1,4 @@
-"""The warp that copies: what the forward keeps in shared memory, how tiles get there and leave, and who takes which tile when.
+"""The warp that copies: what the forward keeps in shared memory, how tiles get there and leave, and who takes which task when.
 
 Descriptors are five-dimensional, (wrap, origin, head, row, dim), so that the hardware clips a copy at any end the caller chooses: the row
 axis has extent 2³⁰, and coordinates (2³⁰, begin + length, head, 2³⁰ − length + i) mean row begin + i, out of bounds from i = length on (the
@@ -9,11 +9,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from onchip.attention.hopper.compat import aggregate, reinterpret, tma_load, tma_store
+from onchip.attention.hopper.compat import aggregate, reinterpret, thread_block, tma_load, tma_store
 from onchip.attention.hopper.schedule import BM
 
 FAR = gl.constexpr(1 << 30)  # extent of the row axis of every descriptor
-REPORT, STOP = gl.constexpr(-1), gl.constexpr(-2)  # words to consumers beside 2 · tile + (is it a repeat)
+REPORT, STOP = gl.constexpr(-1), gl.constexpr(-2)  # words to consumers beside 2 · task + (is it a repeat)
 
 
 @aggregate
@@ -25,11 +25,12 @@ class Tensors:
     k: gl.tuple
     v: gl.tuple
     o: gl.tuple
+    partial: gl.tensor  # (tiles' heads, parts, rows, V0 + V1) in fp32 instead of o, looked at only if SPLIT
     step_q: gl.tensor  # rows from one batch to the next
     step_k: gl.tensor
     step_v: gl.tensor
     step_o: gl.tensor
-    lse_step: gl.tensor  # rows from one head to the next in lse, int64
+    lse_step: gl.tensor  # rows from one head to the next in lse, or from one part of a head, int64
     q_s: gl.tuple  # [slots · consumers, 64, width]
     k_s: gl.tuple  # [stages, keys, width]
     v_s: gl.tuple
@@ -45,9 +46,9 @@ class Tensors:
     verdict: gl.shared_memory_descriptor  # every consumer has answered
 
     @gluon.constexpr_function
-    def __init__(self, q, k, v, o, step_q, step_k, step_v, step_o, lse_step, q_s, k_s, v_s, o_s, words, q_full, q_empty, k_full,
-                 k_empty, v_full, v_empty, turns, verdict):
-        self.q, self.k, self.v, self.o = q, k, v, o
+    def __init__(self, q, k, v, o, partial, step_q, step_k, step_v, step_o, lse_step, q_s, k_s, v_s, o_s, words, q_full, q_empty,
+                 k_full, k_empty, v_full, v_empty, turns, verdict):
+        self.q, self.k, self.v, self.o, self.partial = q, k, v, o, partial
         self.step_q, self.step_k, self.step_v, self.step_o, self.lse_step = step_q, step_k, step_v, step_o, lse_step
         self.q_s, self.k_s, self.v_s, self.o_s = q_s, k_s, v_s, o_s
         self.words, self.q_full, self.q_empty = words, q_full, q_empty
@@ -120,15 +121,16 @@ def tell(call, x, word, told):
 
 
 @gluon.jit
-def copy_tile(call, x, tile, redo, told, at):
-    """Copy what a tile needs: the last block of K, for each consumer its rows of Q, then the other blocks from the last to the first.
-    Returns the next tile (asked for two blocks before the end, so that the answer has come by then; not in the pass that repeats), told,
+def copy_task(call, x, task, redo, told, at):
+    """Copy what a task needs: the last block of K, for each consumer its rows of Q, then the other blocks from the last to the first.
+    Returns the next task (asked for two blocks before the end, so that the answer has come by then; not in the pass that repeats), told,
     at."""
+    tile, part = call.tile_of(task)
     b, h, first = call.place(tile)
-    rows, keys, q_begin, k_begin = call.lengths(b)
+    rows, keys, q_begin, k_begin = call.lengths(b, at)
     following = -1 - redo  # −1: to be asked for
     if first < rows:
-        lo, hi, top, _, _ = call.blocks(first, rows, keys)
+        lo, hi, top, _, _ = call.blocks(first, rows, keys, part)
         v_begin = k_begin + b * x.step_v
         k_begin += b * x.step_k
         h_k, h_v = call.group_k.into(h), call.group_v.into(h)
@@ -145,9 +147,9 @@ def copy_tile(call, x, tile, redo, told, at):
                 slot, slot_parity = call.slot(told)
                 for c in gl.static_range(call.NC):
                     mbarrier.wait(x.q_empty.index(slot + c), slot_parity ^ 1)
-                    write_word(x.words, slot + c, tile * 2 + redo)
+                    write_word(x.words, slot + c, task * 2 + redo)
                     if not call.ONLINE:
-                        gl.store(call.failed + tile * call.NC + c, 0, mask=redo == 0)
+                        gl.store(call.failed + task * call.NC + c, 0, mask=redo == 0)
                     mbarrier.expect(x.q_full.index(slot + c), size(x.q_s, call.D1))
                     load(x.q[0], q_begin + b * x.step_q, rows, h, first + c * BM, x.q_full.index(slot + c), x.q_s[0].index(slot + c))
                     if call.D1 > 0:
@@ -166,32 +168,32 @@ def copy_tile(call, x, tile, redo, told, at):
 
 @gluon.jit
 def produce(call, x):
-    """The copying warp: takes tile after tile; when there are no more, repeats those of its own that failed."""
+    """The copying warp: takes task after task; when there are no more, repeats those of its own that failed."""
     told = 0  # words given to each consumer
     at = 0  # K/V blocks so far
-    tile = gl.program_id(0)
-    last = tile * 0 - 1
-    redo = tile * 0
+    task = gl.program_id(0)
+    last = task * 0 - 1
+    redo = task * 0
     if not call.ONLINE:
-        gl.store(call.failed + call.total * call.NC + tile, 0)
-    while tile >= 0:
-        following = tile * 0
-        if call.wanted(tile, redo):
-            following, told, at = copy_tile(call, x, tile, redo, told, at)
+        gl.store(call.unsure + task, 0)
+    while task >= 0:
+        following = task * 0
+        if call.wanted(task, redo):
+            following, told, at = copy_task(call, x, task, redo, told, at)
         if redo == 0:
             if not call.ONLINE:
-                gl.store(call.chain + tile, last)
-            last = tile
-            tile = following
-            if tile >= call.total:
-                tile = -1
+                gl.store(call.chain + task, last)
+            last = task
+            task = following
+            if task >= call.total:
+                task = -1
                 if not call.ONLINE:
                     tell(call, x, REPORT, told)
                     told += 1
                     mbarrier.wait(x.verdict.index(0), 0)
-                    if gl.load(call.failed + call.total * call.NC + gl.program_id(0), volatile=True) != 0:
+                    if gl.load(call.unsure + thread_block(), volatile=True) != 0:
                         redo += 1
-                        tile = last
+                        task = last
         else:
-            tile = gl.load(call.chain + tile, volatile=True)
+            task = gl.load(call.chain + task, volatile=True)
     tell(call, x, STOP, told)

@@ -1,4 +1,6 @@
-"""What a Hopper attention kernel knows of its call: which tile a thread block takes, where it lies, which keys it meets.
+"""What a Hopper attention kernel knows of its call: which task a thread block takes, where it lies, which keys it meets.
+
+A *task* is a query tile; with SPLIT it is one part of a tile's keys, and the parts of a tile are tasks `parts · tile` and following.
 
 Everything here is arithmetic on a few integers; the tests run these very functions as plain Python.
 """
@@ -50,12 +52,14 @@ class Call:
     early_heads: gl.tensor  # heads before the last section
     early_tiles: gl.tensor  # and their tiles
     last_heads: Divisor  # heads of the last section
-    total: gl.tensor  # tiles of the call
+    parts: Divisor  # of each tile's keys, looked at only if SPLIT
+    total: gl.tensor  # tasks of the call
     behind: gl.tensor  # row i sees keys from i + behind to i + ahead, looked at only if LEFT, RIGHT; packed, plus keys − rows of its
     ahead: gl.tensor  # sequence unless TOP_LEFT
-    taken: gl.tensor  # tiles taken beyond the first of each thread block; 0 before and after the launch
-    failed: gl.tensor  # (tiles, consumers): must be repeated; then (thread blocks,): must any of its tiles
-    chain: gl.tensor  # (tiles,): the tile its thread block took before it
+    taken: gl.tensor  # tasks taken beyond the first of each thread block; 0 before and after the launch
+    failed: gl.tensor  # (tasks, consumers): must be repeated
+    unsure: gl.tensor  # (thread blocks,): must any of its tasks
+    chain: gl.tensor  # (tasks,): the task its thread block took before it
     NC: gl.constexpr  # consumer warpgroups
     BN: gl.constexpr  # keys a block
     STAGES: gl.constexpr
@@ -69,18 +73,21 @@ class Call:
     PING_PONG: gl.constexpr
     QUERIES: gl.constexpr  # slots for tiles of q
     PIECES: gl.constexpr  # in which o leaves
+    SPLIT: gl.constexpr  # tasks are parts of tiles
 
     @gluon.constexpr_function
-    def __init__(self, cu_q, cu_k, len_q, len_k, heads, group_k, group_v, tiles, early_heads, early_tiles, last_heads, total,
-                 behind, ahead, taken, failed, chain, NC, BN, STAGES, D1, V1, PACKED, TOP_LEFT, LEFT, RIGHT, ONLINE, PING_PONG,
-                 QUERIES, PIECES):
+    def __init__(self, cu_q, cu_k, len_q, len_k, heads, group_k, group_v, tiles, early_heads, early_tiles, last_heads, parts, total,
+                 behind, ahead, taken, failed, unsure, chain, NC, BN, STAGES, D1, V1, PACKED, TOP_LEFT, LEFT, RIGHT, ONLINE, PING_PONG,
+                 QUERIES, PIECES, SPLIT):
         self.cu_q, self.cu_k, self.len_q, self.len_k, self.heads = cu_q, cu_k, len_q, len_k, heads
         self.group_k, self.group_v = group_k, group_v
         self.tiles, self.early_heads, self.early_tiles, self.last_heads = tiles, early_heads, early_tiles, last_heads
-        self.total, self.behind, self.ahead, self.taken, self.failed, self.chain = total, behind, ahead, taken, failed, chain
+        self.parts, self.total, self.behind, self.ahead = parts, total, behind, ahead
+        self.taken, self.failed, self.unsure, self.chain = taken, failed, unsure, chain
         self.NC, self.BN, self.STAGES, self.D1, self.V1 = map(gl.constexpr, (NC, BN, STAGES, D1, V1))
         self.PACKED, self.TOP_LEFT, self.LEFT, self.RIGHT = map(gl.constexpr, (PACKED, TOP_LEFT, LEFT, RIGHT))
-        self.ONLINE, self.PING_PONG, self.QUERIES, self.PIECES = map(gl.constexpr, (ONLINE, PING_PONG, QUERIES, PIECES))
+        self.ONLINE, self.PING_PONG, self.QUERIES, self.PIECES, self.SPLIT = map(
+            gl.constexpr, (ONLINE, PING_PONG, QUERIES, PIECES, SPLIT))
 
     @gluon.jit
     def slot(self, told):
@@ -89,12 +96,21 @@ class Call:
 
     @gluon.jit
     def another(self):
-        """The next tile of this thread block: whoever is free takes the next one. Every block asks until it is told a tile too many, so
+        """The next task of this thread block: whoever is free takes the next one. Every block asks until it is told a task too many, so
         the last question of all is number `total`, and leaves the counter as it was found."""
         asked = gl.atomic_add(self.taken, 1, sem="relaxed")
         if asked + 1 == self.total:
             gl.store(self.taken, 0)
         return gl.num_programs(0) + asked
+
+    @gluon.jit
+    def tile_of(self, task):
+        """(tile, part of its keys) of a task."""
+        tile, part = task, 0
+        if self.SPLIT:
+            tile = self.parts.into(task)
+            part = task - tile * self.parts.d
+        return tile, part
 
     @gluon.jit
     def place(self, tile):
@@ -114,9 +130,13 @@ class Call:
         return b, bh - b * self.heads.d, first
 
     @gluon.jit
-    def lengths(self, b):
-        """(rows, keys, first row, first key) of sequence b. Offsets are clamped to the tensors: bad ones lead nowhere."""
-        rows, keys, q_begin, k_begin = self.len_q, self.len_k, 0, 0
+    def lengths(self, b, at):
+        """(rows, keys, first row, first key) of sequence b. Offsets are clamped to the tensors: bad ones lead nowhere.
+
+        `at` ≥ 0 is some number of blocks: `at >> 30` is 0, but the compiler does not know. So what follows from the lengths is worked out
+        where it is used, not before the warps part, whence it would go to local memory.
+        """
+        rows, keys, q_begin, k_begin = self.len_q, self.len_k | (at >> 30), 0, 0
         if self.PACKED:
             q_begin = gl.minimum(gl.maximum(gl.load(self.cu_q + b), 0), self.len_q)
             rows = gl.minimum(gl.maximum(gl.load(self.cu_q + b + 1), q_begin), self.len_q) - q_begin
@@ -125,11 +145,11 @@ class Call:
         return rows, keys, q_begin, k_begin
 
     @gluon.jit
-    def wanted(self, tile, redo):
-        """Is a tile to be computed: in the first pass, always; in the one that repeats, if a consumer's rows of it failed."""
+    def wanted(self, task, redo):
+        """Is a task to be computed: in the first pass, always; in the one that repeats, if a consumer's rows of it failed."""
         failures = 0
         for c in gl.static_range(self.NC):
-            failures += gl.load(self.failed + tile * self.NC + c, mask=redo != 0, other=1, volatile=True)
+            failures += gl.load(self.failed + task * self.NC + c, mask=redo != 0, other=1, volatile=True)
         return failures > 0
 
     @gluon.jit
@@ -151,9 +171,9 @@ class Call:
         return lowest, highest
 
     @gluon.jit
-    def blocks(self, first, rows, keys):
+    def blocks(self, first, rows, keys, part):
         """(lo, hi, top, right edge, left edge): the rows of a tile together see keys lo … hi − 1, cut into blocks of BN from lo on; `top`
-        is the first key of the last one (there is always one).
+        is the first key of the last one (there is always one). With SPLIT, all this for one part of these blocks.
 
         Every row sees the last key before `sure`. Edges are the blocks from the one that holds it upward, and those that hold keys before
         the left edge, the first key from which no row is cut on the left. Blocks in between are seen whole by every row.
@@ -169,5 +189,16 @@ class Call:
             sure = gl.minimum(gl.maximum(first_after + 1, lo), keys)
         if self.LEFT:
             left_edge = gl.minimum(gl.maximum(last_before, lo), hi)
+        right_edge = lo + (gl.cdiv(sure - lo, self.BN) - 1) * self.BN
+        if self.SPLIT:
+            lo, hi = self.share(part, lo, hi)
+            left_edge = gl.maximum(left_edge, lo)
         top = lo + gl.maximum(gl.cdiv(hi - lo, self.BN) - 1, 0) * self.BN
-        return lo, hi, top, lo + (gl.cdiv(sure - lo, self.BN) - 1) * self.BN, left_edge
+        return lo, hi, top, right_edge, left_edge
+
+    @gluon.jit
+    def share(self, part, lo, hi):
+        """(lo, hi) of a part: the blocks of keys lo … hi − 1 dealt out evenly; hi = lo where there are too few for all parts."""
+        count = gl.cdiv(hi - lo, self.BN)
+        begin = lo + self.parts.into(part * count) * self.BN
+        return begin, gl.minimum(lo + self.parts.into((part + 1) * count) * self.BN, hi)

@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from onchip.attention.contract import Spec, empty_like_q
+from onchip.attention.contract import Spec, empty_like_q, empty_lse
 from onchip.attention.triton import tiles
 from onchip.attention.triton.tiles import Tile
 from onchip.launcher import Launcher
@@ -51,7 +51,8 @@ class Layout:
             "len_q": q.shape[0 if packed else 2], "len_k": k.shape[0 if packed else 2],
             "heads": self.heads, "group": self.heads // self.kv_heads,
             "slopes_b": slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
-            "D": d, "DV": dv, "BD": block(d), "BDV": block(dv, 64 if q.dtype == torch.float32 and d > 32 else 32), "UNIT": unit, "WGMMA": capability[0] == 9,
+            "D": d, "DV": dv, "BD": block(d), "BDV": block(dv, 64 if q.dtype == torch.float32 and d > 32 else 32), "UNIT": unit,
+            "WGMMA": capability[0] == 9,
             **_numbers(spec, q.dtype, bias is None and slopes is None, capability >= (8, 0) and max(d, dv) <= SPLIT_DIM),
         }
         for name, steps in (self.steps | absent).items():
@@ -197,7 +198,7 @@ def outputs(q: Tensor, dim: int, packed: bool) -> tuple[Tensor, Tensor]:
     out = empty_like_q(q, dim)
     if packed:
         return out.zero_(), torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32, device=q.device)
-    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
+    return out, empty_lse(q)
 
 
 def gradient(t: Tensor, packed: bool) -> Tensor:

@@ -194,6 +194,7 @@ def _launch_parts(kernel: Any, rows: Rows, parts: plans.Parts, tensors: int, nam
     strides = {f"{name}{2 - at}": steps[at] for name, steps in rows.strides.items() for at in range(3)}
     absent = dict.fromkeys({"mask2", "mask1", "mask0", "mask_step"}, 0)
     shape = {**absent, "rows": rows.count, "n": rows.n, "n0": rows.n0, "n1": rows.n1, **strides}
+    shape |= {f"{name}_extent": rows.extent(name) for name in rows.strides}
     if "mask" in rows.strides:
         shape["mask_step"] = rows.strides["mask"][3]
     constants = {"VECTOR": rows.vector, "EDGES": rows.edges, "GROUP": parts.group, "VECTORS": parts.vectors, "BLOCK_M": 1,

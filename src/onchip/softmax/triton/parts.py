@@ -11,7 +11,8 @@ time. So a *group* of thread blocks takes a row, each a part of it in shared mem
 Thread blocks are persistent, and a grid with groups is launched cooperatively: all blocks of a group run, so no wait is forever.
 
 **Rows that start anywhere.** A row is read through the aligned window around it, from `lead` elements before its start: every access is
-one of 16 bytes, whatever the row's length. What a window holds beyond its row, and what a mask hides, is overwritten in shared memory.
+one of 16 bytes, whatever the row's length, but for the vector that would reach past the tensor's last element, which is read one by one.
+What a window holds beyond its row, and what a mask hides, is overwritten in shared memory.
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -49,6 +50,27 @@ def fetch(slot, window, first, end, VECTORS: gl.constexpr, VECTOR: gl.constexpr)
     """Start to copy a slot from `first` elements after `window`, a pointer to 16 aligned bytes; nothing from `end` on is needed."""
     w = first + places(VECTORS, VECTOR)
     async_copy.async_copy_global_to_shared(slot, window + w, mask=w // VECTOR * VECTOR < end)
+
+
+@gluon.jit
+def last_whole(end, start, extent, VECTOR: gl.constexpr, EDGES: gl.constexpr):
+    """Where to stop copying vectors of the row that begins at `start`: at its `end`, or when one reaches past the tensor's `extent`."""
+    if EDGES:
+        end = gl.minimum(end, gl.minimum(extent - start // VECTOR * VECTOR, 1 << 30).to(gl.int32) - (VECTOR - 1))
+    return end
+
+
+@gluon.jit
+def complete(slots, window, begin, stop, end, SLOTS: gl.constexpr, VECTORS: gl.constexpr, VECTOR: gl.constexpr, EDGES: gl.constexpr):
+    """Bring to a part what no whole vector brought, from `stop` to `end`: of a tensor's last row, some of its last elements."""
+    SLOT: gl.constexpr = VECTORS * THREADS * VECTOR
+    if EDGES:  # noqa: SIM102  known when it is compiled
+        if (stop < end) & (begin < end) & (stop < begin + SLOTS * SLOT):
+            async_copy.wait_group(0)
+            at = (end - 1 - begin) // SLOT
+            slot, w = slots.index(at), begin + at * SLOT + places(VECTORS, VECTOR)
+            cut = (w // VECTOR * VECTOR >= stop) & (w < end)
+            slot.store(gl.where(cut, gl.load(window + w, mask=cut, other=0), slot.load(thread_layout(VECTORS, VECTOR))))
 
 
 @gluon.jit

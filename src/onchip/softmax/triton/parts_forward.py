@@ -3,7 +3,20 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from onchip.softmax.triton.parts import THREADS, collect, exp, fetch, places, publish, row_start, slot_layout, store, thread_layout
+from onchip.softmax.triton.parts import (
+    THREADS,
+    collect,
+    complete,
+    exp,
+    fetch,
+    last_whole,
+    places,
+    publish,
+    row_start,
+    slot_layout,
+    store,
+    thread_layout,
+)
 
 LOG_Y, SUM = gl.constexpr(1), gl.constexpr(2)  # as in `tile_forward`
 
@@ -22,12 +35,14 @@ def seen(row, n, n0, CAUSAL: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["tag"])
-def parts_forward(x, y, mask, words, tag, scale, rows, n, n0, n1, x2, x1, x0, y2, y1, y0, mask2, mask1, mask0, mask_step,
-                  VECTOR: gl.constexpr, EDGES: gl.constexpr, GROUP: gl.constexpr, VECTORS: gl.constexpr, BLOCK_M: gl.constexpr,
-                  BLOCK_N: gl.constexpr, WANTED: gl.constexpr, SCALED: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
+def parts_forward(x, y, mask, words, tag, scale, rows, n, n0, n1, x_extent: gl.int64, x2, x1, x0, y2, y1, y0, mask2, mask1, mask0,
+                  mask_step, VECTOR: gl.constexpr, EDGES: gl.constexpr, GROUP: gl.constexpr, VECTORS: gl.constexpr,
+                  BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WANTED: gl.constexpr, SCALED: gl.constexpr, MASKED: gl.constexpr,
+                  CAUSAL: gl.constexpr):
     """y, log y or log Σ exp s of `rows` rows: groups of GROUP thread blocks, BLOCK_N elements of BLOCK_M = 1 row in each.
 
-    words: 4 · GROUP for each group. tag: from it on, as many as a group has rows were never used before with these words.
+    words: 4 · GROUP for each group. tag: from it on, as many as a group has rows were never used before with these words. x_extent:
+    elements from x's first to its last.
     """
     layout: gl.constexpr = thread_layout(VECTORS, VECTOR)
     SLOT: gl.constexpr = VECTORS * THREADS * VECTOR
@@ -37,13 +52,16 @@ def parts_forward(x, y, mask, words, tag, scale, rows, n, n0, n1, x2, x1, x0, y2
     slots = gl.allocate_shared_memory(x.dtype.element_ty, [SLOTS, VECTORS, THREADS, VECTOR], slot_layout(VECTOR))
     words += group * (4 * GROUP)
     start = row_start(group, n0, n1, x2, x1, x0)
+    stop = last_whole((start % VECTOR).to(gl.int32) + seen(group, n, n0, CAUSAL), start, x_extent, VECTOR, EDGES)
     for s in gl.static_range(SLOTS):
-        fetch(slots.index(s), x + start // VECTOR * VECTOR, begin + s * SLOT, (start % VECTOR).to(gl.int32) + seen(group, n, n0, CAUSAL),
-              VECTORS, VECTOR)
+        fetch(slots.index(s), x + start // VECTOR * VECTOR, begin + s * SLOT, stop, VECTORS, VECTOR)
         async_copy.commit_group()
     for row in range(group, rows, groups):
-        lead = (row_start(row, n0, n1, x2, x1, x0) % VECTOR).to(gl.int32)
+        start = row_start(row, n0, n1, x2, x1, x0)
+        lead = (start % VECTOR).to(gl.int32)
         end = lead + seen(row, n, n0, CAUSAL)
+        complete(slots, x + start // VECTOR * VECTOR, begin, last_whole(end, start, x_extent, VECTOR, EDGES), end, SLOTS, VECTORS, VECTOR,
+                 EDGES)
         m = gl.full([THREADS], float("-inf"), gl.float32, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
         l = gl.zeros([THREADS], gl.float32, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
         for s in gl.static_range(SLOTS):
@@ -87,11 +105,12 @@ def parts_forward(x, y, mask, words, tag, scale, rows, n, n0, n1, x2, x1, x0, y2
         following = row + groups
         start = row_start(following, n0, n1, x2, x1, x0)
         next_end = gl.where(following < rows, (start % VECTOR).to(gl.int32) + seen(following, n, n0, CAUSAL), 0)
+        next_stop = last_whole(next_end, start, x_extent, VECTOR, EDGES)
         for s in gl.static_range(SLOTS):
             slot, first = slots.index(s), begin + s * SLOT
             if WANTED != SUM:
                 s_slot = slot.load(layout).to(gl.float32)
-                fetch(slot, x + start // VECTOR * VECTOR, first, next_end, VECTORS, VECTOR)
+                fetch(slot, x + start // VECTOR * VECTOR, first, next_stop, VECTORS, VECTOR)
                 async_copy.commit_group()
                 if SCALED:
                     s_slot *= scale
@@ -99,5 +118,5 @@ def parts_forward(x, y, mask, words, tag, scale, rows, n, n0, n1, x2, x1, x0, y2
                 result = s_slot - norm if WANTED == LOG_Y else exp(s_slot) * norm
                 store(y + row_y // VECTOR * VECTOR, result.to(y.dtype.element_ty), first, lead, lead + n, VECTORS, VECTOR, EDGES)
             else:
-                fetch(slot, x + start // VECTOR * VECTOR, first, next_end, VECTORS, VECTOR)
+                fetch(slot, x + start // VECTOR * VECTOR, first, next_stop, VECTORS, VECTOR)
                 async_copy.commit_group()

@@ -59,6 +59,11 @@ class Rows:
         """All tiles. Below 2³¹: every tile but the last of a dimension is full, and no memory holds 2³¹ full ones."""
         return triton.cdiv(self.count, self.plan.block_m) if self.packed else self.groups * self.tiles_a_group
 
+    def extent(self, name: str) -> int:
+        """Elements from a tensor's first to its last one, both included."""
+        s2, s1, s0, s = self.strides[name]
+        return 1 + (self.groups // self.n1 - 1) * s2 + (self.n1 - 1) * s1 + (self.n0 - 1) * s0 + (self.n - 1) * s
+
     def programs(self, device: torch.device) -> int:
         """One for each tile, or as many as a streamed plan keeps in flight."""
         if self.plan.resident:
