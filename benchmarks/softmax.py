@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from onchip.cli.common import whole_file
 from onchip.softmax.api import logsumexp, softmax, softmax_topk
 
 WIDTHS = [2**k for k in range(8, 19)]
@@ -68,6 +69,14 @@ def errors(function, x, dy):
     return [((a[rows].double() - b).abs().max() / b.abs().max()).item() for a, b in ((y.detach(), right.detach()), (dx, right_dx))]
 
 
+def tried(function, x, dy):
+    """(its errors, None), or where it does not serve such rows (None, why)."""
+    try:
+        return errors(function, x, dy), None
+    except Exception as reason:
+        return None, (str(reason).strip().splitlines() or [type(reason).__name__])[0][:100]
+
+
 def demand(good, what):
     """No speed is reported of what is wrong."""
     if not good:
@@ -104,8 +113,14 @@ def widths(n, dtype, elements, repeats):
     xs, dys = buffers((rows, n), dtype, 2)
     for x in xs:
         x.requires_grad_()
-    functions, sets = implementations(), len(xs)
-    wrong = {name: errors(f, xs[0], dys[0]) for name, f in functions.items()}
+    functions, sets, wrong = implementations(), len(xs), {}
+    for name, function in implementations().items():
+        wrong[name], reason = tried(function, xs[0], dys[0])
+        if reason and name != "onchip":
+            print(f"{name} does not serve rows of {n}: {reason}")
+            del functions[name], wrong[name]
+        elif reason:
+            sys.exit(reason)
     demand(max(wrong["onchip"]) <= 2 * max(wrong["torch"]) + 2 * torch.finfo(dtype).eps, f"{rows} × {n} {dtype}: {wrong['onchip']}")
     out, kept = torch.empty_like(xs[0]), {name: [f(x) for x in xs] for name, f in functions.items()}
 
@@ -201,7 +216,9 @@ def main():
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("benchmarks/softmax.py needs a CUDA device")
-    found = {"results": [], "others": []}  # rows by length, which the report draws, and everything else
+    versions = {name: version(name) for name in ("torch", "triton", "quack-kernels")}
+    found = {"device": torch.cuda.get_device_name(), "versions": versions, "repeats": options.repeats,
+             "results": [], "others": []}  # rows by length, which the report draws, and everything else
     for dtype in options.dtypes:
         for section, what, measure in measurements(DTYPES[dtype], options):
             if section not in options.only:
@@ -212,13 +229,9 @@ def main():
                 figures = "  ".join(f"{r['name']} {r['tb_per_s']:.2f} ({r['us']:.1f} µs)" for r in rows if r["pass"] == kind)
                 print(f"{dtype} {section} {what:<16} {kind:<9} TB/s: {figures}", flush=True)
             torch.cuda.empty_cache()
-    if options.json:
-        versions = {name: version(name) for name in ("torch", "triton", "quack-kernels")}
-        record = {"device": torch.cuda.get_device_name(), "versions": versions, "repeats": options.repeats, **found}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        whole = options.json.with_suffix(".tmp")
-        whole.write_text(json.dumps(record, indent=1) + "\n")
-        whole.replace(options.json)
+        if options.json:
+            with whole_file(options.json) as file:
+                file.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -128,15 +128,16 @@ def test_scratch_and_arguments_of_a_split_call(plan):
 
 def merged(o: Tensor, logs: Tensor, sinks: Tensor | None, dim: int, inside: bool = False, dtype: torch.dtype = torch.float32,
            ) -> tuple[Tensor, Tensor]:
-    """What the kernel makes of parts o (B, H, parts, rows, width) and their lse in units of log₂."""
+    """What the kernel makes of parts o (B, H, parts, rows, width) and their lse in units of log₂; on a GPU where there is one."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     b, h, parts, rows, width = o.shape
-    out = torch.full((b, rows, h, dim) if inside else (b, h, rows, dim), math.nan, dtype=dtype)
+    out = torch.full((b, rows, h, dim) if inside else (b, h, rows, dim), math.nan, dtype=dtype, device=device)
     out = out.transpose(1, 2) if inside else out
-    lse = torch.full((b, h, rows), math.nan)
+    lse = torch.full((b, h, rows), math.nan, device=device)
     merge = split.Merge(out, parts, width)
     assert merge.floats == o.numel() + logs.numel()
-    merge(torch.cat([o.flatten(), logs.flatten()]), sinks, out, lse)
-    return out, lse
+    merge(torch.cat([o.flatten(), logs.flatten()]).to(device), None if sinks is None else sinks.to(device), out, lse)
+    return out.cpu(), lse.cpu()
 
 
 @pytest.mark.parametrize(("dim", "width"), [(8, 64), (64, 64), (96, 96), (128, 128), (136, 192), (256, 256)])

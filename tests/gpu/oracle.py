@@ -21,7 +21,7 @@ def agree(case: Case, backend: str, inputs: Inputs | None = None) -> Results:
     want, eager = (truth(case, inputs, dtype) for dtype in (torch.float64, inputs.q.dtype))
     for _ in range(2):
         got = run(case, inputs, backend)
-        compare(case, inputs, got, want, eager)
+        compare(case, inputs, got, want, [eager])
     return got
 
 
