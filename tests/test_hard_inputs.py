@@ -156,6 +156,7 @@ KINDS: dict[int, tuple[str, list[str]]] = {
         "gpu/test_softmax_gpu::test_one_row_beyond_2_to_31"]),
     93: ("softmax of strided tensors", [
         "softmax/test_api::test_layouts_in_every_dimension", "softmax/test_api::test_layouts_of_the_gradient",
+        "softmax/test_api::test_a_negative_view_is_what_it_stands_for",
         "softmax/test_api::test_logical_not_storage_order"]),
     94: ("softmax over another dimension", [
         "softmax/test_api::test_every_dimension", "softmax/test_contract::test_refusals",

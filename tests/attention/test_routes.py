@@ -296,3 +296,8 @@ def test_a_negative_view_is_what_it_stands_for(target: Target) -> None:
         q, k, v = (torch._neg_view(x) if n == at else x for at in range(3))
         want = onchip.attention(*(t.resolve_neg() for t in (q, k, v)), backend=target.backend)
         assert torch.equal(onchip.attention(q, k, v, backend=target.backend), want)
+    backend = "auto" if target.backend == "hopper" else target.backend  # not all of these are Hopper's
+    for name, shape in {"bias": (1, 2, 8, 8), "sinks": (2,), "alibi_slopes": (2,)}.items():
+        y = torch._neg_view(torch.randn(shape, device=target.device))
+        found = [onchip.attention(x, x, x, backend=backend, **{name: z}) for z in (y, y.resolve_neg())]
+        assert torch.equal(*found), name

@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from onchip.softmax.api import log_softmax, softmax
+from onchip.softmax.api import log_softmax, logsumexp, softmax, softmax_topk
 from onchip.testing.softmax import DEVICE, NAMES, agree
 
 INF, NAN = float("inf"), float("nan")
@@ -192,6 +192,24 @@ def test_layouts_in_every_dimension(backend, x):
 def test_logical_not_storage_order(backend):
     y = softmax(torch.arange(1.0, 13.0, device=DEVICE).view(3, 4).t(), 1, backend=backend)
     torch.testing.assert_close(y[0], torch.softmax(tensor([1.0, 5.0, 9.0]), 0))
+
+
+@BACKENDS
+def test_a_negative_view_is_what_it_stands_for(backend):
+    """Its memory holds the opposite: kernels that read memory need it worked out first, on the way back too."""
+    x, bias, leaf = torch._neg_view(data(4, 6)), torch._neg_view(data(6, seed=1)), data(4, 6, seed=3).requires_grad_()
+    assert x.is_neg()
+    for f in (softmax, log_softmax, logsumexp):
+        plain = f(x.resolve_neg(), bias=bias.resolve_neg(), backend=backend)
+        torch.testing.assert_close(f(x, bias=bias, backend=backend), plain, rtol=0, atol=0)
+        torch.testing.assert_close(f(x.clone(), bias=bias, backend=backend), plain, rtol=0, atol=0)
+        dy = torch._neg_view(data(*plain.shape, seed=2))
+        grads = [torch.autograd.grad(f(leaf, backend=backend), leaf, g)[0] for g in (dy, dy.resolve_neg())]
+        torch.testing.assert_close(*grads, rtol=0, atol=0)
+    for got, want in zip(softmax_topk(x, 2, backend=backend), softmax_topk(x.resolve_neg(), 2, backend=backend), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    want = softmax(x.resolve_neg(), backend=backend)
+    torch.testing.assert_close(softmax(x, inplace=True, backend=backend).resolve_neg(), want, rtol=0, atol=0)
 
 
 @BACKENDS

@@ -203,8 +203,8 @@ def _check_per_head(q: Tensor, slopes: Tensor | None, sinks: Tensor | None, head
         _check_tensor("sinks", sinks, q)
         if not sinks.is_floating_point() or sinks.shape != (heads,):
             raise InputError(f"sinks: got {sinks.dtype} {_shape(sinks)}, accepted: a floating point ({heads},), one logit a head")
-    # kernels step through heads one by one
-    return None if slopes is None else slopes.contiguous(), None if sinks is None else sinks.contiguous()
+    # kernels step through heads one by one, and read what memory holds
+    return (None if slopes is None else slopes.resolve_neg().contiguous(), None if sinks is None else sinks.resolve_neg().contiguous())
 
 
 def _check_dropout(q: Tensor, p: float, seed: Any) -> Tensor | None:

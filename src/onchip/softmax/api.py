@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _is_any_autocast_enabled
+from torch.compiler import is_dynamo_compiling
 
 from onchip.softmax import contract, dispatch, ops, reference, sums
 
@@ -156,16 +158,16 @@ def _known(call: Call) -> Callable[[Tensor], Tensor] | None:
 
 def _plain(call: Call) -> bool:
     """Nothing but the kernel takes part: no gradient, no autocast, no transform, no mode, no subclass."""
-    if torch.compiler.is_compiling():
+    if is_dynamo_compiling():
         return False
-    _, x, dim, _, _, causal, _ = call
-    return (type(x) is Tensor and x.is_cuda and type(dim) is int and type(causal) is bool  # True is 1 to a dictionary
-            and not (x.requires_grad and torch.is_grad_enabled()) and not torch._C._is_any_autocast_enabled() and ops.alone())
+    _, x, dim, _, scale, causal, _ = call  # to a dictionary True, 1 and 1.0 are one
+    return (type(x) is Tensor and x.is_cuda and type(dim) is int and type(causal) is bool and type(scale) is not bool
+            and not (x.requires_grad and torch.is_grad_enabled()) and not _is_any_autocast_enabled() and ops.alone(x))
 
 
 def _key(call: Call) -> tuple[Any, ...]:
-    log, x, *rest = call
-    return (log, x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16, *rest)
+    x = call[1]
+    return (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16, call[0], *call[2:])
 
 
 def _learn(call: Call, spec: contract.Spec) -> None:

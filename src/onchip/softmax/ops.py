@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from onchip.softmax import reference
 from onchip.softmax.contract import Spec
@@ -86,11 +88,12 @@ def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, i
     return backward_op(*batched(info, args, in_dims)), 0
 
 
-def alone() -> bool:
-    """Nobody watches or changes what torch functions do, apart from reverse mode: an operator's implementation may be called without the
-    dispatcher, which takes some 10 µs for operators in Python."""
-    return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack()
-                or torch._C._len_torch_function_stack() or forward_ad._current_level >= 0)
+def alone(*tensors: Tensor | None) -> bool:
+    """Nobody watches or changes what torch functions do, apart from reverse mode, and the tensors hold what they say: an operator's
+    implementation may be called without the dispatcher, which takes some 10 µs for operators in Python. (It makes tensors that are the
+    negative of their memory, such as ``z.conj().imag``, positive.)"""
+    return not (is_dynamo_compiling() or _are_functorch_transforms_active() or _len_torch_dispatch_stack() or _len_torch_function_stack()
+                or forward_ad._current_level >= 0 or any(t is not None and t.is_neg() for t in tensors))
 
 
 class _Softmax(torch.autograd.Function):
@@ -101,7 +104,7 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, mask: Tensor | None, dim: int, scale: float, causal: bool, log: bool, dtype: torch.dtype,
                 bias: Tensor | None) -> Tensor:
-        return (_forward if alone() else forward_op)(x, mask, dim, scale, causal, log, dtype, bias)
+        return (_forward if alone(x, bias) else forward_op)(x, mask, dim, scale, causal, log, dtype, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -148,7 +151,7 @@ class _SoftmaxGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(dy: Tensor, y: Tensor, dim: int, scale: float, hiding: bool, log: bool, dtype: torch.dtype) -> Tensor:
-        return (_backward if alone() else backward_op)(dy, y, dim, scale, hiding, log, dtype)
+        return (_backward if alone(dy) else backward_op)(dy, y, dim, scale, hiding, log, dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -180,16 +183,18 @@ def softmax(x: Tensor, mask: Tensor | None, spec: Spec, bias: Tensor | None = No
         return _Softmax.apply(*arguments)
     if differentiated(x, bias):
         return _SoftmaxBothModes.apply(*arguments)
-    return (_forward if alone() else forward_op)(*arguments)
+    return (_forward if alone(x, bias) else forward_op)(*arguments)
 
 
 def softmax_inplace(x: Tensor, mask: Tensor | None, spec: Spec, bias: Tensor | None) -> Tensor:
     """The same in x's place; nothing can be differentiated."""
-    inplace_op(x, mask, spec.dim, spec.scale, spec.causal, spec.log, bias)
+    if not is_dynamo_compiling() and x.is_neg():  # what its memory must hold is the opposite of the result
+        return x.copy_(softmax(x, mask, spec, bias))
+    inplace_op(x, mask, spec.dim, spec.scale, spec.causal, spec.log, None if bias is None else bias.resolve_neg())
     return x
 
 
 def differentiated(*inputs: Tensor | None) -> bool:
     """Some derivative may be asked for: reverse mode, a torch.func transform, or forward mode."""
     return ((torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs))
-            or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0)
+            or _are_functorch_transforms_active() or forward_ad._current_level >= 0)

@@ -93,7 +93,7 @@ class _Sums(torch.autograd.Function):
     def forward(x: Tensor, known: Tensor | None, mask: Tensor | None, bias: Tensor | None, dim: int, scale: float,
                 causal: bool) -> Tensor:
         """`known`: the sums, where another kernel has them already."""
-        return (_forward if alone() else forward_op)(x, mask, bias, dim, scale, causal) if known is None else known.clone()
+        return (_forward if alone(x, bias) else forward_op)(x, mask, bias, dim, scale, causal) if known is None else known.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -135,7 +135,7 @@ class _SumsGradient(torch.autograd.Function):
     @staticmethod
     def forward(g: Tensor, sums: Tensor, x: Tensor, mask: Tensor | None, bias: Tensor | None, dim: int, scale: float, causal: bool,
                 factor: float, dtype: torch.dtype) -> Tensor:
-        return (_backward if alone() else backward_op)(g, sums, x, mask, bias, dim, scale, causal, factor, dtype)
+        return (_backward if alone(g, x, bias) else backward_op)(g, sums, x, mask, bias, dim, scale, causal, factor, dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -178,13 +178,13 @@ def logsumexp(x: Tensor, mask: Tensor | None, spec: Spec, bias: Tensor | None = 
         return _Sums.apply(x, known, mask, bias, *options)
     if differentiated(x, bias):
         return _SumsBothModes.apply(x, known, mask, bias, *options)
-    return (_forward if alone() else forward_op)(x, mask, bias, *options)
+    return (_forward if alone(x, bias) else forward_op)(x, mask, bias, *options)
 
 
 def select(x: Tensor, k: int, dim: int, renormalise: bool, dtype: torch.dtype, kernels: bool) -> tuple[Tensor, Tensor]:
     """Values of softmax in `dtype` and indices of the k largest along `dim` < 0, moved last; by the kernels or by torch's own."""
     if kernels and not torch.compiler.is_compiling() and not differentiated(x):
-        values, indices, _ = (_topk if alone() else topk_op)(x, k, dim, renormalise, dtype)
+        values, indices, _ = (_topk if alone(x) else topk_op)(x, k, dim, renormalise, dtype)
         return values, indices
     moved = x.movedim(dim, -1)
     with torch.no_grad():
