@@ -42,7 +42,7 @@ class Pointer:
 
 def plain(function: Any) -> Any:
     """A device function as a Python one."""
-    return FunctionType(function.fn.__code__, {**function.fn.__globals__, "gl": GL, "BM": 64})
+    return FunctionType(function.fn.__code__, {**function.fn.__globals__, "gl": GL, "BM": 64, "here": lambda x: x})
 
 
 class Divisor:

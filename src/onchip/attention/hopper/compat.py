@@ -35,6 +35,12 @@ def log2(x, _semantic=None):
 
 
 @builtin
+def here(x, _semantic=None):
+    """x, moved where it is asked for: what follows from it is worked out there, not before the warps part."""
+    return _core.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=_core.int32, is_pure=False, pack=1, _semantic=_semantic)
+
+
+@builtin
 def thread_block(_semantic=None):
     """The number of the thread block, read where it is asked for: `program_id` would be read before the warps part, and kept."""
     return _core.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r", [], dtype=_core.int32, is_pure=False, pack=1, _semantic=_semantic)

@@ -69,12 +69,13 @@ def constants(tile: Tile, *, packed: bool = False, top_left: bool = False, left:
               softcap: bool = False, online: bool = False, split: bool = False) -> dict[str, Any]:
     """What a kernel is built for, beside the dtype: tile and features (`left`, `right`: the window is bounded there, as causal's is;
     `split`: tasks are parts of tiles)."""
+    registers = (split and tile.split_registers) or tile.registers
     return {
         "NC": tile.consumers, "BN": tile.keys, "STAGES": tile.stages, "D0": tile.d0, "D1": tile.d1, "V0": tile.v0, "V1": tile.v1,
         "PACKED": packed, "TOP_LEFT": top_left, "LEFT": left, "RIGHT": right, "SINKS": sinks,
         "SOFTCAP": softcap, "ONLINE": online, "PING_PONG": tile.ping_pong, "QUERIES": tile.queries, "PIECES": tile.pieces,
         "SPLIT": split,
-        "CONSUMER_REGISTERS": tile.registers[0], "PRODUCER_REGISTERS": tile.registers[1], "num_warps": 4,
+        "CONSUMER_REGISTERS": registers[0], "PRODUCER_REGISTERS": registers[1], "num_warps": 4,
     }
 
 

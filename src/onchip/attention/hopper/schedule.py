@@ -7,7 +7,7 @@ Everything here is arithmetic on a few integers; the tests run these very functi
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from onchip.attention.hopper.compat import aggregate
+from onchip.attention.hopper.compat import aggregate, here
 
 BM = gl.constexpr(64)  # rows of a consumer: one wgmma's
 
@@ -154,10 +154,10 @@ class Call:
 
     @gluon.jit
     def reach(self, i, rows, keys):
-        """(i + behind, i + ahead) of row i in its own sequence."""
+        """(i + behind, i + ahead) of row i in its own sequence; a lane's row added to either would be kept from before the warps part."""
         if self.PACKED and not self.TOP_LEFT:
             i += keys - rows
-        return i + self.behind, i + self.ahead
+        return i + here(self.behind), i + here(self.ahead)
 
     @gluon.jit
     def sight(self, i, rows, keys):

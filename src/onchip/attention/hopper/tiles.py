@@ -10,7 +10,8 @@ class Tile(NamedTuple):
     Triton's tensors are powers of two, so that other widths come in two parts. `consumers` warpgroups of 64 rows each meet `keys` keys at a
     time; K and V have `stages` slots each, q has `queries`: with two the next tile's arrives before this one's is done with. o leaves
     through shared memory in `pieces`, left and right half if two. Registers a thread: consumers get `registers[0]`, the producer
-    `registers[1]`; together the 64 K of an SM. `reach`: the longest sequences the row is meant for, full and causal.
+    `registers[1]`; together the 64 K of an SM (with split keys `split_registers`, if given). `reach`: the longest sequences it is
+    meant for, full and causal.
     """
 
     d0: int
@@ -25,6 +26,7 @@ class Tile(NamedTuple):
     ping_pong: bool
     registers: tuple[int, int]
     reach: tuple[int, int] = (1 << 31, 1 << 31)
+    split_registers: tuple[int, int] | None = None
 
     @property
     def dim(self) -> int:
@@ -66,7 +68,8 @@ FORWARD = (
     Tile(128, 0, 128, 0, consumers=2, keys=128, stages=2, queries=2, pieces=1, ping_pong=True, registers=(240, 24)),
     Tile(128, 64, 128, 0, consumers=2, keys=128, stages=2, queries=1, pieces=2, ping_pong=True, registers=(240, 24)),
     Tile(128, 64, 128, 64, consumers=2, keys=64, stages=2, queries=1, pieces=1, ping_pong=True, registers=(240, 24)),
-    Tile(256, 0, 256, 0, consumers=2, keys=64, stages=2, queries=1, pieces=2, ping_pong=True, registers=(240, 24)),
+    Tile(256, 0, 256, 0, consumers=2, keys=64, stages=2, queries=1, pieces=2, ping_pong=True, registers=(240, 24),
+         split_registers=(232, 40)),  # with 24 a lane's row goes to local memory
 )
 
 
