@@ -124,6 +124,29 @@ def test_on_a_card_it_measures_and_judges(tmp_path):
 
 
 @pytest.mark.usefixtures("emulated")
+@pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++ to compile the kernels for this CPU")
+def test_a_run_cut_short_leaves_what_it_measured_beside_the_last_whole_results(tmp_path, monkeypatch):
+    file, partial = tmp_path / "lab.json", tmp_path / "lab.json.partial"
+    file.write_text("the last whole results")
+
+    def cut(bench):
+        raise KeyboardInterrupt
+
+    pick = lab.pick
+    monkeypatch.setattr(lab, "pick", lambda names: [pick(names)[0], replace(pick(names)[1], measure=cut)])
+    run(f"run oversized division --json {file}", status=130)
+    assert [one["name"] for one in json.loads(partial.read_text())["experiments"]] == ["oversized"]
+    assert file.read_text() == "the last whole results"
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++ to compile the kernels for this CPU")
+def test_a_whole_run_leaves_no_part_behind(tmp_path):
+    run(f"run oversized --json {tmp_path / 'lab.json'}")
+    assert [file.name for file in tmp_path.iterdir()] == ["lab.json"]
+
+
+@pytest.mark.usefixtures("emulated")
 def test_an_experiment_that_fails_ends_in_status_1(monkeypatch):
     def wrong(bench):
         raise AssertionError("off by 0.3")

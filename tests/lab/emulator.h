@@ -2,7 +2,7 @@
 //
 // Each thread of a block is a fibre with a stack of its own; it runs until it must wait for its warp or its block. Blocks run one after
 // another. Warp-wide instructions follow the PTX ISA's tables of fragments. cp.async copies when the thread waits for it, not before, so a
-// missing wait shows. Every address that load_shared and ldmatrix read is kept: `reads` gives them, request by request.
+// missing wait shows. Every address that load_shared and ldmatrix read is kept: `request_at` gives them, request by request.
 #define ONCHIP_LAB_CUH
 
 #include <cmath>
@@ -57,7 +57,7 @@ static std::vector<Warp> warps;
 static Barrier block_barrier;
 static unsigned current;
 static ucontext_t scheduler;
-static std::vector<std::vector<int64_t>> requests;          // each: bytes a lane, then 32 addresses (−1 for a lane that reads nothing)
+static std::vector<std::vector<int64_t>> requests;  // each: bytes a lane, 32 addresses (−1 for a lane that reads nothing), 1 if .trans
 static std::map<std::pair<unsigned, unsigned>, size_t> seen;  // (warp, number of the load) → request
 static void (*body)();
 
@@ -114,10 +114,11 @@ static inline float exp2_mufu(float x) { return exp2f(x); }
 template <typename T> static T load_l2(const T* p) { return *p; }
 static inline float shuffle_xor(float x, int mask) { return from_lane<float>(exchange(x), current % 32 ^ mask); }
 
-static void record(int width, unsigned lane, const void* address, unsigned number) {
+static void record(int width, unsigned lane, const void* address, unsigned number, bool transposed = false) {
     auto [at, fresh] = seen.try_emplace({current / 32, number}, requests.size());
-    if (fresh) requests.emplace_back(33, -1);
+    if (fresh) requests.emplace_back(34, -1);
     requests[at->second][0] = width;
+    requests[at->second][33] = transposed;
     requests[at->second][1 + lane] = int64_t(address);
 }
 
@@ -126,15 +127,16 @@ static inline half load_shared(const half* p) {
     return *p;
 }
 
-static void ldmatrix(unsigned (&r)[4], const half* row, bool transposed) {
-    record(16, current % 32, row, me().loads++);
+template <int COUNT> static void ldmatrix(unsigned (&r)[COUNT], const half* row, bool transposed) {
+    unsigned load = me().loads++;
+    if (current % 32 < 8 * COUNT) record(16, current % 32, row, load, transposed);  // the other lanes' addresses are not looked at
     if (uintptr_t(row) % 16) {
         fprintf(stderr, "misaligned address\n");
         _exit(3);
     }
     auto rows = exchange(row);
     unsigned lane = current % 32;
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < COUNT; ++i) {
         half two[2];
         for (unsigned e = 0; e < 2; ++e) {
             unsigned y = transposed ? lane % 4 * 2 + e : lane / 4, x = transposed ? lane / 4 : lane % 4 * 2 + e;
@@ -145,6 +147,8 @@ static void ldmatrix(unsigned (&r)[4], const half* row, bool transposed) {
 }
 static inline void ldmatrix_x4(unsigned (&r)[4], const half* row) { ldmatrix(r, row, false); }
 static inline void ldmatrix_x4_trans(unsigned (&r)[4], const half* row) { ldmatrix(r, row, true); }
+static inline void ldmatrix_x2(unsigned (&r)[2], const half* row) { ldmatrix(r, row, false); }
+static inline void ldmatrix_x1(unsigned (&r)[1], const half* row) { ldmatrix(r, row, false); }
 
 static void mma_16x8x16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     struct Operands { unsigned a[4], b[2]; } mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
@@ -228,6 +232,6 @@ extern_c void launch(void* function, const unsigned* grid, const unsigned* block
             }
 }
 
-// The number of requests, and the 33 numbers of one of them.
+// The number of requests, and the 34 numbers of one of them.
 extern_c int64_t request_count() { return requests.size(); }
 extern_c const int64_t* request_at(int64_t i) { return requests[i].data(); }

@@ -55,11 +55,11 @@ def launch(source, kernel, grid, block, *args):
 
 
 def requests(source):
-    """(bytes a lane, the addresses of the lanes that read) of each read that load_shared and ldmatrix made in the last launch."""
+    """(bytes a lane, the addresses of the lanes that read, transposed or not) of each load_shared and ldmatrix of the last launch."""
     found = []
     for i in range(library(source).request_count()):
-        width, *addresses = library(source).request_at(i)[:33]
-        found.append((width, [a for a in addresses if a >= 0]))
+        width, *addresses, transposed = library(source).request_at(i)[:34]
+        found.append((width, [a for a in addresses if a >= 0], bool(transposed)))
     return found
 
 

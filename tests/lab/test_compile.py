@@ -54,6 +54,15 @@ def test_kernels_are_made_of_the_instructions_they_are_about():
     assert count(sass(attention.TILED))["HMMA"] == 0
     assert "LDG.E.128" in sass(source("walk", WIDTH=4))
     assert "LDG.E.128" not in sass(source("walk", WIDTH=1))
+    # scores cross memory 16 bytes a lane, P "for debugging" too: 4 stores a thread in the loop and 4 of O after it
+    naive, writing = sass(attention.NAIVE), sass(source("attention_fa2", WRITE_P=1))
+    assert (naive.count("LDG.E.128"), naive.count("STG.E.128"), len(re.findall(r"[LST]{2}G\.E ", naive))) == (12, 12, 0)
+    assert (writing.count("STG.E.128"), len(re.findall(r"STG\.E ", writing))) == (8, 0)
+    for chains in (1, 8):  # a loop of 80 shuffles, not straight code
+        assert count(sass(source("shuffle", CHAINS=chains)))["SHFL"] == 80
+    kinds = {"M88.4": {}, "M88.2": {"MATRICES": 2}, "M88": {"MATRICES": 1}, "MT88.4": {"TRANS": 1}}
+    for kind, defines in kinds.items():
+        assert set(re.findall(r"LDSM\.16\.(\S+)", sass(source("tile", PITCH=64, READ=1, SWIZZLE=0, **defines)))) == {kind}
     warp, quad = (count(sass(source("butterfly", OP=0, LANES=lanes)))["SHFL"] for lanes in (32, 4))
     assert (warp - 1) / (quad - 1) == 5 / 2  # five steps against two, besides the one that waits for x
 

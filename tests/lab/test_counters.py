@@ -66,6 +66,8 @@ def test_the_child_says_what_it_launched(tmp_path, monkeypatch, capsys):
     counters.main([str(keys), "division", "tiles"])
     assert capsys.readouterr().err == "division: 'NoneType' object is not callable\n"
     launched = json.loads(keys.read_text())
-    assert [key for key, _ in launched] == ["column.64", "ldmatrix.64", "column.65", "column.66", "column.72", "ldmatrix.72", "column.xor",
-                                            "ldmatrix.xor"]
+    orders = ["column", "ldmatrix", "ldmatrix across", "ldmatrix.trans", "ldmatrix.trans across", "ldmatrix.x2", "ldmatrix.x1"]
+    assert [key for key, _ in launched] == [
+        *(f"{order}.64" for order in orders), "column.65", "column.66", "column.72", "ldmatrix.72",
+        *(f"{order}.80" for order in orders[:4]), "column.xor", "ldmatrix.xor"]
     assert all(launches == 1 for _, launches in launched)

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from onchip.lab.experiment import Experiment, Interval, Prediction, Sizes, about, at_least, at_most, between, exactly, verdict
-from onchip.lab.experiments import EXPERIMENTS, pick, sources
+from onchip.lab.experiments import EXPERIMENTS, attention, pick, sources
 from onchip.lab.run import conduct, judge, report
 from onchip.roofline.hardware import GPUS, find_gpu
 
@@ -68,7 +68,10 @@ def test_predictions_are_the_known_figures():
 
     tiles = predicted("tiles")
     assert tiles["column.64.conflicts"] == exactly(31 * 128 * 16)  # 32-way: 31 extra of each of the 128 requests, 16 times over
-    assert tiles["ldmatrix.64.conflicts"] == exactly(7 * 4 * 16 * 16)  # 8-way: 7 extra in each of 4 phases of the 16 requests
+    assert tiles["ldmatrix across.64.conflicts"] == exactly(7 * 4 * 16 * 16)  # 8-way: 7 extra in each of 4 phases of the 16 requests
+    assert tiles["ldmatrix.x1.64.conflicts"] == tiles["ldmatrix.x2.64.conflicts"] == tiles["ldmatrix.trans.64.conflicts"] == exactly(7168)
+    assert tiles["ldmatrix.64.conflicts"] == exactly(7 * 2 * 16 * 16)  # down the columns in 2 phases
+    assert (tiles["ldmatrix.80.conflicts"], tiles["ldmatrix across.80.conflicts"]) == (exactly(512), exactly(1024))  # 2-way
     assert tiles["column.66.conflicts"] == tiles["ldmatrix.72.conflicts"] == tiles["ldmatrix.xor.conflicts"] == exactly(0)
     assert tiles["column.72.conflicts"] == tiles["column.xor.conflicts"] == exactly(3 * 128 * 16)  # 4-way
     assert {key for key in tiles if "misaligned" in key} == {"ldmatrix.65.misaligned", "ldmatrix.66.misaligned"}
@@ -86,6 +89,30 @@ def test_predictions_are_the_known_figures():
     separate = predicted("separate")
     assert separate["separate.scale.seconds"] == about(2 * 8 * 4096**2 * 2 / 4.8e12, 0.25)
     assert separate["separate.cost"] == about(3, 0.25)
+
+
+# What Nsight Compute counted on an H200
+COUNTED = {
+    "tiles": {"column.64": 63_488, "ldmatrix.64": 3_584, "column.65": 2_048, "column.66": 0, "column.72": 6_144, "ldmatrix.72": 0,
+              "column.xor": 6_144, "ldmatrix.xor": 0},
+    "layout": {"layout.plain": 119_306_566, "layout.padded": 122_963, "layout.swizzled": 99_346},
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_conflicts_are_those_that_were_counted(name):
+    predicted = {p.quantity: p.interval for p in EXPERIMENTS[name].predict(H200, Sizes())}
+    for key, conflicts in COUNTED[name].items():
+        assert conflicts in predicted[f"{key}.conflicts"], key
+    if name == "layout":  # and the loop on plain tiles took 486.6 µs longer than on padded ones
+        waits = attention.loads(attention.square(Sizes().loops), attention.LAYOUTS["plain"][1]).conflicts
+        assert waits * 128 / H200.smem_rate == pytest.approx(486.6e-6, rel=0.02)
+
+
+def test_no_cache_keeps_more_of_a_walk_than_it_holds():
+    timing = {p.quantity: p.interval for p in EXPERIMENTS["timing"].predict(H200, Sizes())}
+    assert timing["loop.large.rate"].high == pytest.approx(4.8e12 / (1 - 60 / 512))
+    assert timing["loop.large.dram_read"].low == pytest.approx(64 * (512 - 60) * 2**20)
 
 
 def test_picking():
@@ -109,9 +136,12 @@ def test_one_failure_does_not_end_the_others():
         bench.found["x.seconds"] = 2.0
 
     heard = []
-    outcomes = conduct([fake("one", wrong), fake("two", right)], None, H200, on_experiment=heard.append)
+    kept = []
+    outcomes = conduct([fake("one", wrong), fake("two", right)], None, H200, on_experiment=heard.append,
+                       keep=lambda outcomes: kept.append([one.verdict for one in outcomes]))
     assert [one.verdict for one in outcomes] == ["failed: off by 0.3", "confirmed"]
     assert heard == ["one", "two"]
+    assert kept == [["failed: off by 0.3"], ["failed: off by 0.3", "confirmed"]]
 
 
 def test_counters_are_asked_for_once_and_only_where_predicted():

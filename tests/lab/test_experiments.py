@@ -6,7 +6,7 @@ import pytest
 from onchip.lab.bench import Bench, WrongResult
 from onchip.lab.experiment import Sizes
 from onchip.lab.experiments import EXPERIMENTS, attention, banks, limits
-from onchip.roofline.banks import request
+from onchip.roofline.banks import paired, request
 from onchip.roofline.hardware import find_gpu
 from tests.lab import emulator
 from tests.lab.emulator import EmulatedCard
@@ -43,8 +43,8 @@ def test_counts_each_range_that_a_counter_is_predicted_for(name):
     assert {quantity.rsplit(".", 1)[0] for quantity in counted} <= keys
 
 
-ALIGNED = [(layout, access) for layout, tile in banks.LAYOUTS.items() for access in banks.ACCESSES
-           if not any(one.misaligned for one in banks.requests(tile, access))]
+ALIGNED = [(layout, access) for layout, access in banks.PAIRS
+           if not any(one.misaligned for one in banks.requests(banks.LAYOUTS[layout], access))]
 
 
 @pytest.mark.parametrize(("layout", "access"), ALIGNED)
@@ -54,8 +54,9 @@ def test_the_tile_kernel_makes_the_requests_that_are_predicted(layout, access):
     source, x = banks.variant(tile, access), np.zeros((64, 64), np.float16)
     emulator.launch(source, "tile", (1,), (banks.THREADS,), x, np.zeros(banks.THREADS, np.float32), np.zeros((8, 2), np.int64))
     made = emulator.requests(source)
-    base = min(min(addresses) for _, addresses in made)
-    executed = sorted((width, tuple(a - base for a in addresses)) for width, addresses in made)
+    assert {transposed for *_, transposed in made} == {banks.ACCESSES[access].trans}
+    base = min(min(addresses) for _, addresses, _ in made)
+    executed = sorted((width, tuple(a - base for a in addresses)) for width, addresses, _ in made)
     assert executed == sorted((one.width, one.addresses) for one in predicted for _ in range(banks.READS))
 
 
@@ -66,8 +67,9 @@ def test_the_attention_loop_meets_the_conflicts_that_are_predicted(name):
     q = np.random.default_rng(0).standard_normal((heads, n, 64)).astype(np.float16)
     out = np.empty_like(q)
     emulator.launch(source, "fa2", (n // 64, heads), (128,), q, q, q, out, out, n, 0.1)
-    counts = [request(addresses, width) for width, addresses in emulator.requests(source)]
-    assert sum(c.wavefronts - c.ideal for c in counts) == attention.load_conflicts(attention.square(SMALL.loops), layout)
+    made = [(request(addresses, width), transposed) for width, addresses, transposed in emulator.requests(source)]
+    counts = [one if transposed else paired(one) for one, transposed in made]
+    assert attention.count(counts) == attention.loads(attention.square(SMALL.loops), layout)
     assert (name == "plain") == any(c.degree > 1 for c in counts)
 
 

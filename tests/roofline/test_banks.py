@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onchip.errors import InputError
-from onchip.roofline.banks import PATTERNS, Layout, best_padding, conflicts, parse_pattern, request, table
+from onchip.roofline.banks import PATTERNS, Layout, best_padding, conflicts, paired, parse_pattern, request, table
 
 # leading dimension in halves: (cols, pad, swizzle), scalar column of 32 rows, ldmatrix
 TABLE = [
@@ -175,6 +175,44 @@ def test_a_row_that_fits_one_warp_is_still_misaligned_on_the_next_row():
     assert conflicts(Layout(2, 256, 2, pad=1), "row-16B").misaligned
     assert conflicts(Layout(1, 256, 2, pad=1), "row-16B").verdict == "conflict-free"
     assert request([0, 8, 20], 8).misaligned
+
+
+# --- what an H200 counted: conflicts of one ldmatrix.x4 --------------------------------------------------------------------------------
+
+DOWN = [(8 * (matrix % 2) + row, 8 * (matrix // 2)) for matrix in range(4) for row in range(8)]
+ACROSS = [(8 * (matrix // 2) + row, 8 * (matrix % 2)) for matrix in range(4) for row in range(8)]
+
+
+def matrices(layout, spots):
+    return request([layout.address(*spot) for spot in spots], 16)
+
+
+@pytest.mark.parametrize(("layout", "spots", "counted"), [
+    (Layout(64, 64), DOWN, 14), (Layout(64, 64), ACROSS, 28), (Layout(64, 64, pad=8), DOWN, 0), (Layout(64, 64, pad=8), ACROSS, 0),
+    (Layout(64, 64, swizzle="xor"), DOWN, 0), (Layout(64, 64, swizzle="xor"), ACROSS, 0),
+])
+def test_pairs_of_matrices_meet_the_conflicts_that_were_counted(layout, spots, counted):
+    seen = paired(matrices(layout, spots))
+    assert seen.wavefronts - seen.ideal == counted
+    assert counted <= matrices(layout, spots).wavefronts - matrices(layout, spots).ideal  # one at a time is the upper bound
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts(), st.sampled_from([DOWN, ACROSS]))
+def test_a_pair_never_takes_longer_than_its_matrices_in_turn(layout, spots):
+    alone = matrices(layout, [(row, col * 2 // layout.element_bytes) for row, col in spots])
+    if alone.misaligned:
+        assert paired(alone) == alone
+        return
+    seen = paired(alone)
+    assert seen.wavefronts <= alone.wavefronts
+    served, asked = (sorted(words for phase in one.phases for words in phase.words) for one in (seen, alone))
+    assert served == asked
+
+
+def test_other_requests_are_not_paired():
+    for count in (conflicts(Layout(64, 64), "ldmatrix.x2"), conflicts(Layout(64, 64), "column"), conflicts(Layout(64, 64, 8), "column-8B")):
+        assert paired(count) == count
 
 
 # --- remedies ------------------------------------------------------------------------------------------------------------------------

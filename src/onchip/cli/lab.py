@@ -67,6 +67,9 @@ def run(
     With `--counters` the bank conflicts and the bytes of L2 and DRAM are counted by hardware and held against their predictions; without,
     those are left open.
 
+    While it runs, what has been measured is in FILE.partial; FILE itself is replaced at the end. Where counting fails, or the run is cut
+    short, FILE.partial keeps the rest.
+
     On a machine without a GPU the kernels are compiled for the card of `--gpu` and the predictions shown: what would be measured.
 
     Examples:
@@ -88,16 +91,28 @@ def run(
         target = parse_gpu(gpu) if gpu else find_gpu(card.name)
         machine = {"gpu": card.name, "cuda_driver": card.driver_version}
         with working("experiments", len(chosen)) as step:
-            outcomes = conduct(chosen, card, target, count=_counter(ncu) if counters else None, on_experiment=step)
+            def keep(so_far: list[Outcome]) -> None:
+                if json_file:
+                    _write(_partial(json_file), report(so_far, target, Sizes(), machine))
+
+            outcomes = conduct(chosen, card, target, count=_counter(ncu) if counters else None, on_experiment=step, keep=keep)
     for outcome in outcomes:
         _show(outcome)
     if json_file:
-        with whole_file(json_file) as temporary:
-            text = json.dumps(report(outcomes, target, Sizes(), machine), indent=1, allow_nan=False, ensure_ascii=False)
-            temporary.write_text(text + "\n")
+        _write(json_file, report(outcomes, target, Sizes(), machine))
+        _partial(json_file).unlink(missing_ok=True)
         typer.echo(f"wrote {json_file}", err=True)
     if any(outcome.problem for outcome in outcomes):
         raise typer.Exit(1)
+
+
+def _write(file: Path, results: dict[str, Any]) -> None:
+    with whole_file(file) as temporary:
+        temporary.write_text(json.dumps(results, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def _partial(file: Path) -> Path:
+    return file.with_name(f"{file.name}.partial")
 
 
 def _card() -> Card | str:

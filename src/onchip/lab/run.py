@@ -31,11 +31,12 @@ def judge(experiment: Experiment, gpu: GPU, sizes: Sizes, found: Mapping[str, fl
 
 def conduct(experiments: Iterable[Experiment], card: Device, gpu: GPU, sizes: Sizes = Sizes(),
             count: Callable[[list[str]], Mapping[str, float]] | None = None,
-            on_experiment: Callable[[str], None] = lambda name: None) -> list[Outcome]:
+            on_experiment: Callable[[str], None] = lambda name: None,
+            keep: Callable[[list[Outcome]], None] = lambda outcomes: None) -> list[Outcome]:
     """Measure `experiments` on `card`, predictions made for `gpu`; one that fails is reported and the next one run.
 
     `count(names)` brings the hardware counters of those that predict some (`onchip.lab.counters.count`), after all times are taken.
-    `on_experiment` hears what runs next.
+    `on_experiment` hears what runs next; `keep` is given all outcomes so far after each experiment: a run may be cut short.
     """
     outcomes = []
     for experiment in experiments:
@@ -46,6 +47,7 @@ def conduct(experiments: Iterable[Experiment], card: Device, gpu: GPU, sizes: Si
         except Exception as error:  # a wrong result, a refused launch: the others still tell something
             problem = str(error) or type(error).__name__
         outcomes.append(judge(experiment, gpu, sizes, bench.found, problem))
+        keep(outcomes)
     names = [one.experiment.name for one in outcomes if not one.problem and any(j.prediction.counted for j in one.judgements)]
     if count is not None and names:
         on_experiment("hardware counters")

@@ -1,4 +1,5 @@
 """Bytes that need not move: P written out "for debugging", kernels just for the scale and the mask; and a timing loop inside L2."""
+import math
 from functools import partial
 
 import numpy as np
@@ -17,19 +18,20 @@ from onchip.roofline.roofs import predict
 WRITING = source("attention_fa2", WRITE_P=1)
 WIDE = source("walk", WIDTH=4)
 ROUNDS = 64  # of the timing loop
+BATCH = 4  # kernels/attention_naive.cu: vectors of 8 scores a thread
 
 
 def _predict_debug(gpu: GPU, sizes: Sizes) -> tuple[Prediction, ...]:
     shape = square(sizes.scores)
     nbytes, base = Bytes(shape, FORMATS), bounds(fa2_ledger(shape), gpu)
-    written = nbytes.s / gpu.dram_rate
+    written, staged = nbytes.s / gpu.dram_rate, 2 * nbytes.s / gpu.smem_rate  # P crosses shared memory on its way: stored and loaded
     return (
         Prediction("debug.writing.dram_written", "with P: DRAM bytes written", Interval(nbytes.s + nbytes.o - (gpu.l2_bytes or 0),
                                                                                      1.05 * (nbytes.s + nbytes.o)), "B",
                    "N²·e + Nd·e a head, less what L2 still holds"),
         Prediction("debug.plain.dram_written", "without: DRAM bytes written", at_most(1.05 * nbytes.o), "B", "Nd·e a head"),
-        Prediction("debug.cost", "with P over without", ratio((max(base[0], written), base[1] + written), base), "",
-                   f"P alone takes {written * 1e6:.3g} µs of DRAM: beside the rest … after it"))
+        Prediction("debug.cost", "with P over without", ratio((max(base[0], written), base[1] + staged + written), base), "",
+                   f"P alone takes {written * 1e6:.3g} µs of DRAM and {staged * 1e6:.2g} µs of shared memory: beside the rest … after it"))
 
 
 def _measure_debug(bench: Bench) -> None:
@@ -66,16 +68,17 @@ def _measure_separate(bench: Bench) -> None:
     causal = np.tril(np.ones((n, n), bool))
     s, p = card.array(given), card.empty(given.shape, np.float16)
     kernels = {name: card.kernel(NAIVE, name) for name in ("scale_scores", "mask_scores", "softmax_rows")}
-    pairs = heads * n * n // 2
+    vectors = heads * n * n // 8
+    blocks = -(-vectors // (256 * BATCH))
     calls = {
-        "scale": partial(card.launch, kernels["scale_scores"], (pairs // 256,), (256,), s, np.int64(pairs), scale),
-        "mask": partial(card.launch, kernels["mask_scores"], (-(-n // 512), n, heads), (256,), s, n),
+        "scale": partial(card.launch, kernels["scale_scores"], (blocks,), (256,), s, np.int64(vectors), scale),
+        "mask": partial(card.launch, kernels["mask_scores"], (n // BATCH, heads), (256,), s, n),
         "softmax": partial(card.launch, kernels["softmax_rows"], (heads * n,), (256,), s, p, n),
     }
     for call in calls.values():
         call()
     # timed, the scale flips signs: any other would drive S to zero or infinity, launch by launch
-    timed = {**calls, "scale": partial(card.launch, kernels["scale_scores"], (pairs // 256,), (256,), s, np.int64(pairs), -1.0)}
+    timed = {**calls, "scale": partial(card.launch, kernels["scale_scores"], (blocks,), (256,), s, np.int64(vectors), -1.0)}
     exp = np.where(causal, np.exp(rows * scale - np.where(causal, rows * scale, -np.inf).max(1, keepdims=True)), 0)
     truth = exp / exp.sum(1, keepdims=True)
     # one rounding of P to fp16 is 2⁻¹¹ at most, and halves below 2⁻¹⁴ lose more of themselves: twice that of the norm
@@ -97,15 +100,17 @@ def cached_floats(gpu: GPU, sizes: Sizes) -> int:
 
 
 def _predict_loop(gpu: GPU, sizes: Sizes) -> tuple[Prediction, ...]:
-    small = 4 * cached_floats(gpu, sizes)
+    small, large = 4 * cached_floats(gpu, sizes), 4 * sizes.floats
+    kept = min(1.0, (gpu.l2_bytes or 0) / large)  # of each walk but the first, L2 cannot hold more, whatever it chooses to keep
+    fastest = gpu.dram_rate / (1 - kept) if kept < 1 else math.inf
     return (
         Prediction("loop.cached.rate", f"{small / 2**20:.3g} MiB read {ROUNDS} times: apparent bandwidth", at_least(gpu.dram_rate), "B/s",
                    "dram.stays: L2 answers, and memory could not"),
-        Prediction("loop.large.rate", f"{4 * sizes.floats / 2**20:.3g} MiB read {ROUNDS} times", at_most(gpu.dram_rate), "B/s",
-                   "beyond L2: memory answers"),
+        Prediction("loop.large.rate", f"{large / 2**20:.3g} MiB read {ROUNDS} times", at_most(fastest), "B/s",
+                   f"dram_rate / (1 − {kept:.3g}): memory answers, but for the share that L2 has room for"),
         Prediction("loop.cached.dram_read", "cached: DRAM bytes read", at_most(1.25 * small), "B", "the first round only"),
         Prediction("loop.large.dram_read", "large: DRAM bytes read",
-                   Interval(0.75 * ROUNDS * 4 * sizes.floats, 1.05 * ROUNDS * 4 * sizes.floats), "B", "every round, but for what L2 keeps"))
+                   Interval((1 - kept) * ROUNDS * large, 1.05 * ROUNDS * large), "B", "every round, but for what L2 has room for"))
 
 
 def _measure_loop(bench: Bench) -> None:

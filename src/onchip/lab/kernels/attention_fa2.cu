@@ -5,7 +5,7 @@
 //   PAD, SWIZZLE   the layout of the tiles (attention_mma.cuh)
 //   STAGES 2       the next K and V are copied (cp.async) while the tensor cores work on these; 1: copied through registers, then waited for
 //   DIVIDE         O kept normalised: multiplied by l_old and divided by l_new at every tile, instead of divided once at the end
-//   WRITE_P        P also written out "for debugging", unnormalised as it stands
+//   WRITE_P        P also written out "for debugging", unnormalised as it stands; by way of Q's tile, so that whole rows of 128 bytes leave
 #include "attention_mma.cuh"
 
 #ifndef STAGES
@@ -19,7 +19,7 @@
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
-fa2(const half* q, const half* k, const half* v, half* o, unsigned* p, int n, float scale) {
+fa2(const half* q, const half* k, const half* v, half* o, half* p, int n, float scale) {
     __shared__ __align__(128) half qs[TILE], ks[STAGES][TILE], vs[STAGES][TILE];
     long long head = (long long)blockIdx.y * n * D, first = head + (long long)blockIdx.x * B * D;
     const half *k_head = k + head, *v_head = v + head;
@@ -63,13 +63,11 @@ fa2(const half* q, const half* k, const half* v, half* o, unsigned* p, int n, fl
 #pragma unroll
         for (int d = 0; d < D / 8; ++d)
             for (int i = 0; i < 4; ++i) acc[d][i] *= factor[i / 2];
-        if (WRITE_P)
-#pragma unroll
-            for (int c = 0; c < B / 8; ++c)
-                for (int r = 0; r < 2; ++r) {
-                    long long row = (long long)blockIdx.y * n + blockIdx.x * B + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r;
-                    p[(row * n + j * B + c * 8) / 2 + threadIdx.x % 4] = pack(s[c][2 * r], s[c][2 * r + 1]);
-                }
+        if (WRITE_P) {  // Q is in registers: its tile is free
+            const float as_it_is[2] = {1.f, 1.f};
+            put_rows(qs, s, as_it_is);
+            store_warp_rows(p + ((long long)blockIdx.y * n + blockIdx.x * B) * n + j * B, qs, n);
+        }
         accumulate(acc, s, vs[stage]);
         if (DIVIDE)
 #pragma unroll
@@ -80,6 +78,6 @@ fa2(const half* q, const half* k, const half* v, half* o, unsigned* p, int n, fl
 
     float inverse[2];
     for (int r = 0; r < 2; ++r) inverse[r] = DIVIDE ? 1.f : 1.f / quad_sum(l[r]);
-    put_rows(qs, acc, inverse);  // Q is in registers: its tile is free
+    put_rows(qs, acc, inverse);
     store_warp_rows(o + first, qs);
 }

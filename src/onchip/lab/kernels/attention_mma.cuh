@@ -52,13 +52,13 @@ __device__ inline void load_warp_rows(half* tile, const half* from) {
     __syncwarp();
 }
 
-__device__ inline void store_warp_rows(half* to, const half* tile) {
+__device__ inline void store_warp_rows(half* to, const half* tile, long long pitch = D) {  // pitch: halves from row to row of `to`
     int first = threadIdx.x / 32 * 16, lane = threadIdx.x % 32;
     __syncwarp();
 #pragma unroll
     for (int c = lane; c < 16 * D / 8; c += 32) {
         int row = first + c / 8, col = c % 8 * 8;
-        *(uint4*)&to[row * D + col] = *(const uint4*)&tile[at(row, col)];
+        *(uint4*)&to[row * pitch + col] = *(const uint4*)&tile[at(row, col)];
     }
 }
 

@@ -67,7 +67,17 @@ __device__ inline void ldmatrix_x4(unsigned (&r)[4], const half* row) {
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
 }
 
-// The same with each matrix transposed on its way: element pairs run down a column.
+// Two matrices, whose rows lanes 0 to 15 address, and one, lanes 0 to 7.
+__device__ inline void ldmatrix_x2(unsigned (&r)[2], const half* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
+                 : "=r"(r[0]), "=r"(r[1]) : "r"(shared_address(row)) : "memory");
+}
+
+__device__ inline void ldmatrix_x1(unsigned (&r)[1], const half* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(r[0]) : "r"(shared_address(row)) : "memory");
+}
+
+// Four, each transposed on its way: element pairs run down a column.
 __device__ inline void ldmatrix_x4_trans(unsigned (&r)[4], const half* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
