@@ -1,12 +1,18 @@
 """Nothing in the documentation drifts: every command and every Python block in README, CONTRIBUTING and docs/ is run."""
+import io
+import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
+
+from tests import fresh
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -28,27 +34,40 @@ def commands():
                 yield pytest.param(line, id=f"{param.id}: {line}"[:110])
 
 
+def program(source: str, words: list[str], folder: Path) -> tuple[object, str, str]:
+    """Status, output and errors of `python -m source …` in `folder`: without Triton's interpreter, as a reader runs it."""
+    os.chdir(folder)
+    sys.argv = [source, *words]
+    status: object = 0
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        try:
+            runpy.run_module(source, run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            status = end.code or 0
+    return status, out.getvalue(), err.getvalue()
+
+
 @pytest.mark.parametrize("line", list(dict.fromkeys(p.values[0] for p in commands())))
 def test_command(line, tmp_path):
     words = shlex.split(line)
-    program = Path(words[0]).name
-    if program == "onchip":
+    name = Path(words[0]).name
+    if name == "onchip":
         (tmp_path / "examples").symlink_to(ROOT / "examples")
-        done = subprocess.run([sys.executable, "-m", "onchip", *words[1:]], cwd=tmp_path, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.strip()
-    elif program == "make":
+        status, out, err = fresh.call(program, "onchip", words[1:], tmp_path)
+        assert status == 0, err
+        assert out.strip()
+    elif name == "make":
         done = subprocess.run(["make", "--dry-run", "-C", ROOT, *words[1:]], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     elif words[:2] == ["pip", "install"]:
         package = re.fullmatch(r"onchip(?:\[([\w,]+)\])?", words[2])
         assert package, line
         assert set((package[1] or "").split(",")) - {""} <= EXTRAS
-    elif program == "python" and words[1:3] == ["-m", "pytest"]:
+    elif name == "python" and words[1:3] == ["-m", "pytest"]:
         assert all((ROOT / word).exists() for word in words[3:] if not word.startswith("-"))
-    elif program == "python":
+    elif name == "python":
         assert (ROOT / words[1]).is_file(), line
-    elif program == "pre-commit":
+    elif name == "pre-commit":
         assert (ROOT / ".pre-commit-config.yaml").is_file()
     else:
         pytest.fail(f"no way to check {line!r}")

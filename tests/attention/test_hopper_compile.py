@@ -1,9 +1,9 @@
 """The Hopper kernels as the compiler makes them, without a GPU: no spills, wgmma that overlaps, the shared memory the planner counts."""
 import inspect
+import io
 import json
-import os
-import subprocess
 import sys
+from contextlib import redirect_stdout
 from typing import Any
 
 import pytest
@@ -12,11 +12,9 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 from onchip.attention.hopper import launch, offline, tiles
 from onchip.roofline.hardware import GPUS
 from onchip.roofline.tiles import BUDGETS, TileConfig, footprint
+from tests import fresh
 
-GROUPS = 16  # processes, so that workers share the compilations; each also pays for its imports
-
-# Bytes a thread that may go to local memory at d = 256, by features: what no loop over blocks needs, written and read at most once a tile.
-MAY_SPILL = {("left", "packed", "right"): 16, ("left", "right", "split"): 24}
+CONFIGURATIONS = offline.configurations()
 
 
 def more(tile: tiles.Tile, split: bool = False) -> int:
@@ -24,42 +22,44 @@ def more(tile: tiles.Tile, split: bool = False) -> int:
     return 2 * tile.rows * (tile.dim * (tile.queries - 1) + (0 if split else tile.dim_v // tile.pieces))
 
 
+def printed(*options: str) -> str:
+    """What `offline` prints."""
+    sys.argv = ["offline", *options]
+    with redirect_stdout(io.StringIO()) as out:
+        offline.main()
+    return out.getvalue()
+
+
 def compiled(*options: str) -> list[dict[str, Any]]:
-    """What `offline` prints, in a process of its own, where kernels compile."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "onchip.attention.hopper.offline", *options]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in fresh.call(printed, *options).splitlines()]
 
 
-@pytest.mark.parametrize("group", range(GROUPS))
-def test_compiled_kernels(group):
-    lines = compiled("--start", str(group), "--of", str(GROUPS))
-    assert len(lines) == len(offline.configurations()[group::GROUPS])
-    for made in lines:
-        tile, features, counts = tiles.Tile(**made["tile"]), made["features"], made["instructions"]
-        what = f"{tile.dim}/{tile.dim_v} {made['dtype']} {sorted(features)}"
-        assert made["local_accesses_in_loops"] == 0, what
-        allowed = MAY_SPILL.get(tuple(sorted(features)), 0) if tile.dim == 256 else 0
-        assert max(made["spill_stores"], made["spill_loads"]) <= allowed, what
-        assert 4 * max(counts["STL"], counts["LDL"]) <= allowed, what
-        # q kᵀ is written out before the first tile, in each loop (2; 3 with a window's left end) and after them, p v but for the first
-        loops = 3 if features.get("left") else 2
-        qk, pv = tile.dim // 16, tile.keys // 16 * (2 if tile.v1 else 1)
-        assert made["wgmma"] == tile.consumers * ((2 + loops) * qk + (1 + loops) * pv), what
-        # as many waits as the source has: ptxas, when it cannot prove a wgmma safe, adds one after each
-        assert counts["DEPBAR"] == tile.consumers * (1 + 2 * (loops + 1)), what
-        assert not [note for note in made["ptxas_notes"] if "wgmma" in note.lower()], what
-        assert made["mma"] == 0, what
-        assert made["threads"] == 128 * (tile.consumers + 1), what
-        assert made["registers"] == tile.max_registers, what
-        # the planner's q, k, v and barriers, a second q, o, and what Triton adds for words, captures and reductions
-        config = TileConfig(tile.rows, tile.keys, stages=tile.stages, consumers=tile.consumers)
-        planned = footprint(config, made["dtype"], tile.dim, tile.dim_v).smem + more(tile, features.get("split", False))
-        assert made["planned_bytes"] == planned, what
-        assert planned <= made["shared_bytes"] <= planned + 1024, what
-        assert made["shared_bytes"] <= GPUS["h200"].smem_per_block, what
+@pytest.mark.parametrize("index", [
+    pytest.param(i, id="-".join([str(tile.dim), str(tile.dim_v), str(tile.rows), str(dtype).removeprefix("torch."), *features]))
+    for i, (tile, dtype, features) in enumerate(CONFIGURATIONS)])
+def test_compiled_kernels(index):
+    (made,) = compiled("--start", str(index), "--of", str(len(CONFIGURATIONS)))
+    tile, features, counts = tiles.Tile(**made["tile"]), made["features"], made["instructions"]
+    what = f"{tile.dim}/{tile.dim_v} {made['dtype']} {sorted(features)}"
+    assert made["local_accesses_in_loops"] == 0, what
+    assert made["spill_stores"] == made["spill_loads"] == counts["STL"] == counts["LDL"] == 0, what
+    assert not made["unwritten"], what
+    # q kᵀ is written out before the first tile, in each loop (2; 3 with a window's left end) and after them, p v but for the first
+    loops = 3 if features.get("left") else 2
+    qk, pv = tile.dim // 16, tile.keys // 16 * (2 if tile.v1 else 1)
+    assert made["wgmma"] == tile.consumers * ((2 + loops) * qk + (1 + loops) * pv), what
+    # as many waits as the source has: ptxas, when it cannot prove a wgmma safe, adds one after each
+    assert counts["DEPBAR"] == tile.consumers * (1 + 2 * (loops + 1)), what
+    assert not [note for note in made["ptxas_notes"] if "wgmma" in note.lower()], what
+    assert made["mma"] == 0, what
+    assert made["threads"] == 128 * (tile.consumers + 1), what
+    assert made["registers"] == tile.max_registers, what
+    # the planner's q, k, v and barriers, a second q, o, and what Triton adds for words, captures and reductions
+    config = TileConfig(tile.rows, tile.keys, stages=tile.stages, consumers=tile.consumers)
+    planned = footprint(config, made["dtype"], tile.dim, tile.dim_v).smem + more(tile, features.get("split", False))
+    assert made["planned_bytes"] == planned, what
+    assert planned <= made["shared_bytes"] <= planned + 1024, what
+    assert made["shared_bytes"] <= GPUS["h200"].smem_per_block, what
 
 
 def test_the_merge_reads_16_bytes_a_lane_and_keeps_eight_parts_under_way():

@@ -1,53 +1,46 @@
 """The Triton kernels compiled for cards that are not here: shared memory within the card's, wgmma on Hopper, no spills to speak of."""
-import json
-import os
-import subprocess
-import sys
+from typing import Any
 
 import pytest
+import torch
 
 from onchip.attention.triton import tiles
-
-# Kernels compile only where Triton was imported without its interpreter: in a process of its own. It records what a call launches.
-SCRIPT = """
-import json, sys, torch
-from onchip.attention.problem import Spec
-from onchip.attention.triton import backward, forward, launch, tiles
-from onchip.bench.inspect import compile_offline
-
-arch, budget, d, dv, name, described, wanted = json.loads(sys.argv[1])
-dtype = getattr(torch, name)
-tiles.capability = lambda _: divmod(arch, 10)
-tiles.shared_memory = lambda _: budget
-launch.TMA_PAIRS = 0 if described else 2**62
-launched = []
-launch.launch = lambda kernel, programs, args, tile: launched.append((kernel, dict(zip(kernel.arg_names, args)), tile))
-q, k, v, out = (torch.empty(1, 2, 8192, dim, dtype=dtype, device="meta") for dim in (d, d, dv, dv))
-lse = torch.empty(1, 2, 8192, device="meta")
-spec = Spec(1, -1, 0, 0.1, 0.0, 0.0, 8192, 8192, True, False)
-forward.forward(q, k, v, *[None] * 7, spec)
-backward.backward(out, None, q, k, v, out, lse, *[None] * 7, spec, (True, True, True, False, False))
-for kernel, args, tile in launched:
-    if kernel.fn.__name__ not in wanted:
-        continue
-    made = compile_offline(kernel, args, arch, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True)
-    loops = [loop for loop in made.loops if loop["EX2"]]
-    # the loop over whole blocks: the masked ones spill no less
-    hot = min(loops, key=lambda loop: (loop["STL"] + loop["LDL"], sum(loop.values()))) if loops else made.counts
-    print(json.dumps([kernel.fn.__name__, tile, made.shared, made.counts, hot, made.notes, made.unwritten]))
-"""
-
+from tests import fresh
 
 KERNELS = ("forward_kernel", "rows_kernel", "keys_kernel", "queries_kernel")
 
 
+def launched(arch: int, kib: int, d: int, dv: int, name: str, described: bool, wanted: tuple[str, ...]) -> list[list[Any]]:
+    """What a call launches on such a card, compiled: for a process of its own, where kernels compile and what is patched stays so."""
+    from onchip.attention.problem import Spec
+    from onchip.attention.triton import backward, forward, launch
+    from onchip.bench.inspect import compile_offline
+
+    tiles.capability = lambda _: divmod(arch, 10)
+    tiles.shared_memory = lambda _: kib * 1024
+    launch.TMA_PAIRS = 0 if described else 2**62
+    calls = []
+    launch.launch = lambda kernel, programs, args, tile: calls.append((kernel, dict(zip(kernel.arg_names, args, strict=False)), tile))
+    dtype = getattr(torch, name)
+    q, k, v, out = (torch.empty(1, 2, 8192, dim, dtype=dtype, device="meta") for dim in (d, d, dv, dv))
+    lse = torch.empty(1, 2, 8192, device="meta")
+    spec = Spec(1, -1, 0, 0.1, 0.0, 0.0, 8192, 8192, True, False)
+    forward.forward(q, k, v, *[None] * 7, spec)
+    backward.backward(out, None, q, k, v, out, lse, *[None] * 7, spec, (True, True, True, False, False))
+    made = []
+    for kernel, args, tile in calls:
+        if kernel.fn.__name__ in wanted:
+            one = compile_offline(kernel, args, arch, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True)
+            loops = [loop for loop in one.loops if loop["EX2"]]
+            # the loop over whole blocks: the masked ones spill no less
+            hot = min(loops, key=lambda loop: (loop["STL"] + loop["LDL"], sum(loop.values()))) if loops else one.counts
+            made.append([kernel.fn.__name__, list(tile), one.shared, dict(one.counts), hot, list(one.notes), one.unwritten])
+    return made
+
+
 def compiled(arch: int, kib: int, d: int, dtype: str, described: bool, kernels: tuple[str, ...] = KERNELS,
              dv: int | None = None) -> dict[str, tuple]:
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    told = json.dumps([arch, kib * 1024, d, dv or d, dtype, described, kernels])
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT, told], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    made = {name: tuple(rest) for name, *rest in map(json.loads, done.stdout.splitlines())}
+    made = {name: tuple(rest) for name, *rest in fresh.call(launched, arch, kib, d, dv or d, dtype, described, kernels)}
     assert set(made) == set(kernels)
     return made
 

@@ -1,6 +1,5 @@
 """``onchip inspect``: kernels compiled without a GPU, the report on them, and one clear line for bad input."""
 import json
-import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -11,28 +10,14 @@ from typer.testing import CliRunner
 
 pytest.importorskip("triton")
 from onchip.attention.hopper import tiles
+from onchip.bench import inspect as compiling
 from onchip.cli import inspect
 from onchip.errors import InputError, MissingExtra
+from tests import fresh
 
 app = typer.Typer()
 inspect.register(app)
 
-# Several commands in one process, since importing torch takes longer than compiling; 'blind' takes the disassembler away.
-SCRIPT = """
-import json, sys
-from typer.testing import CliRunner
-from onchip.bench import inspect
-from onchip.cli.app import app
-
-answers = {}
-for name, line in json.loads(sys.argv[1]).items():
-    if name == "blind":
-        inspect._disassemble = lambda cubin: ""
-    done = CliRunner().invoke(app, ["inspect", *line.split()], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    answers[name] = done.stdout
-print(json.dumps(answers))
-"""
 COMMANDS = {
     "hopper": "attention --head-dim 128 --arch sm_90 --causal --json",
     "split": "attention --head-dim 128 --seq 100 --seq-k 8192 --heads 16 --json",
@@ -44,13 +29,24 @@ COMMANDS = {
 }
 
 
+def printed(name: str) -> str:
+    """What that command prints, where kernels compile; 'blind' takes the disassembler away."""
+    if name == "blind":
+        compiling._disassemble = lambda cubin: ""
+    return run(*COMMANDS[name].split())
+
+
+class Answers(dict[str, str]):
+    """Each command's, when it is first asked for."""
+
+    def __missing__(self, name: str) -> str:
+        self[name] = fresh.call(printed, name)
+        return self[name]
+
+
 @pytest.fixture(scope="module")
-def answers() -> dict[str, str]:
-    command = [sys.executable, "-c", SCRIPT, json.dumps(COMMANDS)]
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def answers() -> Answers:
+    return Answers()
 
 
 def test_the_hopper_forward(answers):
@@ -117,7 +113,9 @@ def test_a_missing_disassembler_is_said(answers):
 
 
 def run(*args: str) -> str:
-    return CliRunner().invoke(app, ["inspect", *args], catch_exceptions=False).stdout
+    done = CliRunner().invoke(app, ["inspect", *args], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
 
 
 @pytest.mark.parametrize(("args", "words"), [

@@ -10,6 +10,7 @@ from onchip.attention import ops
 from onchip.attention.dispatch import implementation
 from onchip.cli import verify
 from onchip.errors import InputError
+from onchip.testing import verify as checks
 from onchip.testing.verify import ATTENTION, planned
 
 app = typer.Typer()
@@ -23,14 +24,14 @@ def run(*args: str):
 def test_this_machine_is_right():
     result = run("--json")
     assert result.exit_code == 0
-    checks = json.loads(result.stdout)["checks"]
-    assert len(checks) == planned(quick=True)
-    outcomes = {(c["operator"], c["backend"], c["outcome"]) for c in checks}
+    found = json.loads(result.stdout)["checks"]
+    assert len(found) == planned(quick=True)
+    outcomes = {(c["operator"], c["backend"], c["outcome"]) for c in found}
     assert ("attention", "reference", "passed") in outcomes
     assert ("softmax", "reference", "passed") in outcomes
     assert not any(outcome == "failed" for _, _, outcome in outcomes)
-    assert sum(c["backend"] == "reference" and c["operator"] == "attention" for c in checks) == len(ATTENTION)
-    assert all(c["detail"] for c in checks if c["outcome"] == "skipped")
+    assert sum(c["backend"] == "reference" and c["operator"] == "attention" for c in found) == len(ATTENTION)
+    assert all(c["detail"] for c in found if c["outcome"] == "skipped")
 
 
 def test_a_wrong_backend_is_named_and_fails_the_command(monkeypatch):
@@ -40,9 +41,11 @@ def test_a_wrong_backend_is_named_and_fails_the_command(monkeypatch):
         return lambda *args: tuple(torch.zeros_like(x) for x in implementation(backend, direction)(*args))
 
     monkeypatch.setattr(ops, "implementation", zeros)
+    monkeypatch.setattr(checks, "CAPABILITIES", ["reference"])  # the others are right: above
     result = run()
     assert result.exit_code == 1
     assert "FAILED attention on reference, plain, bfloat16" in result.stdout
+    assert result.stdout.count("FAILED attention on reference") == len(ATTENTION)
     assert "FAILED softmax" not in result.stdout
 
 

@@ -1,13 +1,10 @@
 """The table of tiles: every width served, nothing a card cannot hold, compiled without spills."""
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
 from onchip.roofline.hardware import ARCHITECTURES
 from onchip.softmax.triton import plan
+from tests import fresh
+from tests.softmax import compile_parts, compile_plans
 
 
 @pytest.mark.parametrize("across", [False, True])
@@ -103,17 +100,9 @@ def test_registers_hold_every_tile(capability):
             assert per_thread / 0.75 <= min(card.max_registers_per_thread, card.registers_per_sm / (32 * chosen.warps))
 
 
-def compiled(module, argument):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", module, json.dumps(argument)]
-    done = subprocess.run(command, env=environment, text=True, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 def test_plans_compile_for_hopper_and_move_16_bytes_at_a_time():
     cases = [((8, 32768), -1), ((8, 65536), -1), ((2, 512, 256), -2)]  # the heaviest of each kind
-    kernels = compiled("tests.softmax.compile_plans", cases)
+    kernels = fresh.call(compile_plans.main, cases)
     assert len(kernels) == 2 * 2 * len(cases)
     for kernel in kernels:
         assert kernel["stack"] <= (96 if kernel["name"] == "backward" else 0), kernel  # the widest backwards spill a little: see the plan
@@ -122,7 +111,7 @@ def test_plans_compile_for_hopper_and_move_16_bytes_at_a_time():
 
 def test_parts_compile_for_hopper_as_the_plan_says():
     """Without spills; loads of 16 bytes only, straight to shared memory; as many blocks on an SM as are counted on."""
-    for kernel in compiled("tests.softmax.compile_parts", [[65536, "bfloat16"], [50257, "bfloat16"], [262144, "float32"]]):
+    for kernel in fresh.call(compile_parts.main, [[65536, "bfloat16"], [50257, "bfloat16"], [262144, "float32"]]):
         assert kernel["spills"] == 0, kernel
         assert kernel["copies"] == kernel["wide_copies"] > 0, kernel
         assert kernel["stores"] == kernel["wide_stores"] or kernel["edges"], kernel
@@ -132,6 +121,6 @@ def test_parts_compile_for_hopper_as_the_plan_says():
 
 
 def test_topk_and_odd_rows_compile_for_hopper_without_spills():
-    for kernel in compiled("tests.softmax.compile_parts", [[4095, "bfloat16"], "topk"]):
+    for kernel in fresh.call(compile_parts.main, [[4095, "bfloat16"], "topk"]):
         assert kernel["spills"] == 0, kernel
         assert kernel["wide"] > 0, kernel

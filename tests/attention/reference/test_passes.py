@@ -60,9 +60,8 @@ def test_extra_memory_is_a_small_part_of_naive_attentions() -> None:
     q, k, v = (torch.randn(1, 8, 2048, 64) for _ in range(3))
     # the process's peak also holds a first call's one-time buffers: 37 MB then, 25 MB ever after
     naive = min(_extra_memory(lambda: torch.softmax(q @ k.mT * 64**-0.5, -1) @ v) for _ in range(2))
-    ours = min(_extra_memory(lambda: attention(q, k, v, backend="reference")) for _ in range(5))
     assert naive > 250e6
-    assert ours < naive / 8
+    assert any(_extra_memory(lambda: attention(q, k, v, backend="reference")) < naive / 8 for _ in range(5))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
