@@ -18,7 +18,7 @@ def lab_section(files: Sequence[File]) -> str:
         verdicts: list[html.Row] = [(e["name"], [e["verdict"], e["claim"], e["pitfall"]]) for e in found]
         parts.append(html.table(f"Claims and verdicts, {device}", "experiment", ("verdict", "claim", "pitfall"), verdicts))
         rows: list[html.Row] = [(f"{e['name']}: {p['what']}", _prediction(p)) for e in found for p in e["predictions"]]
-        table = html.table("Predictions and measurements", "quantity", ("predicted", "measured", "holds", "source"), rows)
+        table = html.table(f"Predictions and measurements, {device}", "quantity", ("predicted", "measured", "holds", "source"), rows)
         parts.append(html.fold("The numbers", [table], opened=False))
     return html.section("lab", "The lab", parts)
 
