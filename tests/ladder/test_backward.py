@@ -13,7 +13,6 @@ from onchip.ladder.gpu import GPU_RUNGS, problem_of
 from onchip.ladder.gpu_backward import BACKWARD_RUNGS, true_gradients
 from onchip.ladder.inputs import random_inputs
 from onchip.ladder.kernels import backward, unfused
-from onchip.ladder.kernels.common import Launch
 from onchip.ladder.measure import Budget
 from onchip.roofline.attention import Formats, Tile
 from onchip.roofline.backward import apart_backward, naive_backward
@@ -26,19 +25,6 @@ H200 = find_gpu("h200")
 ROOFS = Ceilings("Abacus", "bfloat16", copy=10e9, matmul=50e9)
 PROBLEM = problem_of(AttentionShape.square(4096, 128, heads=16), "bfloat16")
 RUNGS = {rung.key: rung for rung in BACKWARD_RUNGS}
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small tiles, so that small problems have many; fresh memory is NaN."""
-    monkeypatch.setattr(unfused, "GEMM", Launch(32, 16, 4, 1))
-    monkeypatch.setattr(unfused, "SCORES", Launch(16, 16, 4, 1))
-    monkeypatch.setattr(unfused, "STRIP", 32)
-    monkeypatch.setattr(backward, "KEYS", Launch(16, 16, 4, 1))
-    for module in (unfused, backward):
-        monkeypatch.setattr(module, "INNER", 16)
-    empty = torch.Tensor.new_empty
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *args, **more: empty(*args, **more).fill_(torch.nan))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from onchip.errors import InputError
-from onchip.ladder.kernels import backward, fused, unfused
+from onchip.ladder.kernels import fused, unfused
 from onchip.ladder.kernels import softmax as softmax_kernels
 from onchip.ladder.kernels.common import Launch
 from onchip.ladder.softmax import SOFTMAX_RUNGS
@@ -17,6 +17,7 @@ RUNGS: dict[str, Callable[..., torch.Tensor]] = {
     "naive_scaled": partial(unfused.naive, apart=True), "naive": unfused.naive, "tiled": fused.tiled, "online": fused.online,
     "fa1": fused.fa1, "fa2": fused.fa2}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.usefixtures("small")
 
 
 def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
@@ -26,20 +27,6 @@ def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> to
     if causal:
         s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1 + s.shape[-1] - s.shape[-2]), -torch.inf)
     return torch.softmax(s, -1).nan_to_num(0.0) @ v  # a row that sees nothing is 0
-
-
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small tiles, so that small problems have many; fresh memory is NaN."""
-    monkeypatch.setattr(fused, "LAUNCH", {name: Launch(16, 32, 4, 1) for name in fused.LAUNCH})
-    monkeypatch.setattr(unfused, "GEMM", Launch(32, 16, 4, 1))
-    monkeypatch.setattr(unfused, "SCORES", Launch(16, 16, 4, 1))
-    monkeypatch.setattr(unfused, "STRIP", 32)
-    monkeypatch.setattr(backward, "KEYS", Launch(16, 16, 4, 1))
-    for module in (unfused, backward):
-        monkeypatch.setattr(module, "INNER", 16)
-    empty = torch.Tensor.new_empty
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *args, **more: empty(*args, **more).fill_(torch.nan))
 
 
 @pytest.mark.parametrize("causal", [False, True])

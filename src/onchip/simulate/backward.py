@@ -4,6 +4,8 @@
 
 Source: FlashAttention-2 (arXiv 2307.08691, Alg. 2). The backward through stored scores is `onchip.simulate.unfused.naive_backward`.
 """
+from typing import Any
+
 from onchip.roofline.attention import Tile
 from onchip.simulate.attention import fa2
 from onchip.simulate.problem import Problem, Result
@@ -22,31 +24,11 @@ def fa2_backward(problem: Problem, tile: Tile, *, sram: int | None = None, sampl
 
     with chip.kernel("D = rowsum(dO ∘ O)"):
         for head, rows, math in run.query_tiles():
-            height = rows.stop - rows.start
-            delta = math.row_dot(chip.load("dO", head, rows), chip.load("O", head, rows))
-            chip.alloc("D", height, 1, fill=None)
-            chip.store("D", head, rows, delta)
-            chip.store("dQ acc", head, rows, chip.alloc("dQ acc", height, shape.head_dim))
+            _store_delta(run, head, rows, math)
+            chip.store("dQ acc", head, rows, chip.alloc("dQ acc", rows.stop - rows.start, shape.head_dim))
 
     with chip.kernel("dK, dV, dQ"):
-        for kv, heads, keys, outer in run.key_blocks():
-            dk = chip.alloc("dK", keys.stop - keys.start, shape.head_dim)
-            dv = chip.alloc("dV", keys.stop - keys.start, shape.head_dim_v)
-            visible = run.visible_rows(keys, len(heads))
-            k, v = (chip.load(name, kv, keys) if visible else None for name in ("K", "V"))
-            for head in heads:
-                for rows, mask, math in run.turns(head, visible):
-                    q, do, lse, delta = (chip.load(name, head, rows) for name in ("Q", "dO", "lse", "D"))
-                    run.alloc_scores(rows, "S", "dP")
-                    p = math.exp(math.scores(q, k, mask), lse)
-                    ds = math.score_gradient(p, math.product(do, v), delta)
-                    math.accumulate_transposed(dv, p, do)
-                    math.accumulate_transposed(dk, ds, q)
-                    dq = chip.load("dQ acc", head, rows)
-                    math.accumulate(dq, ds, k)
-                    chip.store("dQ acc", head, rows, dq)
-            chip.store("dK", kv, keys, outer.scaled(dk))
-            chip.store("dV", kv, keys, dv)
+        _keys_outside(run, "lse", dq="dQ acc")
 
     with chip.kernel("dQ to its format"):
         for head, rows, math in run.query_tiles():
@@ -65,26 +47,11 @@ def apart_backward(problem: Problem, tile: Tile, *, sram: int | None = None, sam
 
     with chip.kernel("D = rowsum(dO ∘ O)"):
         for head, rows, math in run.query_tiles():
-            delta = math.row_dot(chip.load("dO", head, rows), chip.load("O", head, rows))
-            chip.alloc("D", rows.stop - rows.start, 1, fill=None)
-            chip.store("D", head, rows, delta)
+            _store_delta(run, head, rows, math)
             chip.store("lse2", head, rows, chip.load("lse", head, rows))
 
     with chip.kernel("dK, dV"):
-        for kv, heads, keys, outer in run.key_blocks():
-            dk = chip.alloc("dK", keys.stop - keys.start, shape.head_dim)
-            dv = chip.alloc("dV", keys.stop - keys.start, shape.head_dim_v)
-            visible = run.visible_rows(keys, len(heads))
-            k, v = (chip.load(name, kv, keys) if visible else None for name in ("K", "V"))
-            for head in heads:
-                for rows, mask, math in run.turns(head, visible):
-                    q, do, lse, delta = (chip.load(name, head, rows) for name in ("Q", "dO", "lse2", "D"))
-                    run.alloc_scores(rows, "S", "dP")
-                    p = math.exp(math.scores(q, k, mask), lse)
-                    math.accumulate_transposed(dv, p, do)
-                    math.accumulate_transposed(dk, math.score_gradient(p, math.product(do, v), delta), q)
-            chip.store("dK", kv, keys, outer.scaled(dk))
-            chip.store("dV", kv, keys, dv)
+        _keys_outside(run, "lse2")
 
     with chip.kernel("dQ"):
         for head, rows, math in run.query_tiles():
@@ -98,6 +65,37 @@ def apart_backward(problem: Problem, tile: Tile, *, sram: int | None = None, sam
                 math.accumulate(dq, math.score_gradient(p, math.product(do, v), delta), k)
             chip.store("dQ", head, rows, math.scaled(dq))
     return run.result(dq="dQ", dk="dK", dv="dV")
+
+
+def _store_delta(run: Run, head: int, rows: slice, math: Any) -> None:
+    """D of a tile of queries."""
+    delta = math.row_dot(run.chip.load("dO", head, rows), run.chip.load("O", head, rows))
+    run.chip.alloc("D", rows.stop - rows.start, 1, fill=None)
+    run.chip.store("D", head, rows, delta)
+
+
+def _keys_outside(run: Run, lse: str, dq: str | None = None) -> None:
+    """dK and dV, K/V outer and Q inner; with `dq` its tensor in memory is read, added to and written at every visited tile."""
+    chip, shape = run.chip, run.shape
+    for kv, heads, keys, outer in run.key_blocks():
+        dk = chip.alloc("dK", keys.stop - keys.start, shape.head_dim)
+        dv = chip.alloc("dV", keys.stop - keys.start, shape.head_dim_v)
+        visible = run.visible_rows(keys, len(heads))
+        k, v = (chip.load(name, kv, keys) if visible else None for name in ("K", "V"))
+        for head in heads:
+            for rows, mask, math in run.turns(head, visible):
+                q, do, lse_rows, delta = (chip.load(name, head, rows) for name in ("Q", "dO", lse, "D"))
+                run.alloc_scores(rows, "S", "dP")
+                p = math.exp(math.scores(q, k, mask), lse_rows)
+                ds = math.score_gradient(p, math.product(do, v), delta)
+                math.accumulate_transposed(dv, p, do)
+                math.accumulate_transposed(dk, ds, q)
+                if dq:
+                    dq_rows = chip.load(dq, head, rows)
+                    math.accumulate(dq_rows, ds, k)
+                    chip.store(dq, head, rows, dq_rows)
+        chip.store("dK", kv, keys, outer.scaled(dk))
+        chip.store("dV", kv, keys, dv)
 
 
 def _start(name: str, problem: Problem, tile: Tile, sram: int | None, sample: int | None) -> Run:

@@ -1,4 +1,4 @@
-"""The kernels as torch operators and their derivatives: what softmax and its logarithm share. `sums` and `selection` hold the others.
+"""The kernels as torch operators and their derivatives: what softmax and its logarithm share. `sums` holds the others.
 
 The operators are opaque to torch.compile and export and know nothing of autograd; the two `autograd.Function`s carry the derivatives:
 
