@@ -41,7 +41,8 @@ unit: $(VENV)/.dev
 	$(BIN)/python -m pytest --numprocesses auto
 
 # The tests that fill the card's memory run by themselves, beside the others. What runs on the CPU, and compiling for cards that are not
-# there, is CI's part.
+# there, is CI's part. Random problems compile most and take longest: they start first, and no process is given more than one test ahead
+# of the one it runs. In shares of many tests one process had all of those to do, and the others waited.
 test-gpu: $(VENV)/.dev
 	$(MAKE) --jobs 2 --output-sync --keep-going test-gpu-big test-gpu-rest
 
@@ -49,9 +50,10 @@ test-gpu-big: $(VENV)/.dev
 	$(BIN)/python -m pytest -m big tests/gpu
 
 test-gpu-rest: $(VENV)/.dev
-	$(BIN)/python -m pytest --numprocesses auto -m "not big" -k "not cpu" --deselect tests/attention/test_hopper_compile.py \
-	    --deselect tests/attention/test_hopper_schedule.py --deselect tests/attention/test_triton_compile.py \
-	    --deselect tests/softmax/test_plan.py tests/gpu tests/attention tests/softmax \
+	$(BIN)/python -m pytest --numprocesses auto --maxschedchunk 1 -m "not big" -k "not cpu" \
+	    --deselect tests/attention/test_hopper_compile.py --deselect tests/attention/test_hopper_schedule.py \
+	    --deselect tests/attention/test_triton_compile.py --deselect tests/softmax/test_plan.py \
+	    tests/gpu/test_random_gpu.py tests/attention/test_random.py tests/gpu tests/attention tests/softmax \
 	    tests/ladder/test_kernels.py tests/ladder/test_backward.py tests/lab/test_card.py
 
 sanitize: $(VENV)/.dev

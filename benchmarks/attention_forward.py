@@ -3,12 +3,15 @@
     python benchmarks/attention_forward.py --json out.json            the whole grid
     python benchmarks/attention_forward.py --only d128 s4096
     python benchmarks/attention_forward.py --only split               few rows, many keys
-    python benchmarks/attention_forward.py --tensor-pipe --only b2 s16384 h16 d128 full
+    python benchmarks/attention_forward.py --only d128 s32768,s131072 --clocks --counters
 
 Each cell first compares every contender's whole output with float64, then times them in turn: rounds of several calls between two events,
 contender after contender, the median round of each. So all of them meet the same clocks. FLOPs are 4 · visible pairs · head dim
 (2 · pairs · (d + dv)). `call` is the time of one eager call with the device idle before it, host included. Kernels are compiled
 beforehand, by several processes. FlashAttention-2 is left out: in every cell of an earlier grid a peer here was 1.4 to 2.9 times as fast.
+
+`--clocks` then runs each contender by itself for about a second and says at which clock, power and share of the tensor cores' peak at that
+clock; an 8192³ matmul, so measured, stands beside. `--counters` has Nsight Compute count one launch of each: bytes, tensor pipe.
 """
 import argparse
 import json
@@ -33,14 +36,18 @@ from torch.nn.functional import scaled_dot_product_attention
 from onchip.attention import attention
 from onchip.attention.contract import Spec
 from onchip.attention.hopper import launch
+from onchip.bench.clocks import Meter, sustain
 from onchip.bench.counters import count, find_ncu
 from onchip.cli.common import whole_file
 from onchip.errors import InputError
+from onchip.roofline.hardware import ARCHITECTURES
 from onchip.roofline.shape import AttentionShape
 
 WIDTH = 2048  # heads · head dim
 SCORES = 1 << 27  # float64 scores in flight while the truth is worked out: 1 GB
 LONG = 131072
+MATMUL = 8192  # rows and columns of the matmul that --clocks measures
+COUNTED = ("seconds", "dram_read", "dram_written", "l2_read", "sm_read", "tensor_pipe")  # of a launch, with --counters
 
 
 @dataclass(frozen=True)
@@ -222,7 +229,7 @@ def refusal(run: Callable[[], Tensor]) -> str | None:
     return None
 
 
-def cell(case: Case, rounds: int, budget: float) -> dict[str, object]:
+def cell(case: Case, rounds: int, budget: float, card: Meter | None = None) -> dict[str, object]:
     """Errors, times and rates of all contenders on one case, and the memory onchip took beyond inputs and output."""
     q, k, v, cu = inputs(case)
     exact = truth(case, q, k, v)
@@ -242,6 +249,8 @@ def cell(case: Case, rounds: int, budget: float) -> dict[str, object]:
     seconds = measure(runs, rounds, budget)
     result: dict[str, object] = {"case": case.name, **asdict(case), "error": errors, "refused": refused, "extra_bytes": extra,
                                  "seconds": seconds, "tflops": {name: case.flops / t / 1e12 for name, t in seconds.items()}}
+    if card is not None:
+        result["sustained"] = at_clocks(runs, case.flops, seconds, card)
     if not case.lengths and case.s <= 1024:
         qt, kt, vt = (x.transpose(1, 2) for x in (q, k, v))
         result["call_seconds"] = eager_calls({
@@ -276,28 +285,88 @@ def compile_in_parallel(cases: list[Case], processes: int) -> None:
     kinds: dict[Case, list[Case]] = {}
     for case in cases:
         kinds.setdefault(replace(case, b=0, s=0, hq=case.hq // case.hkv, hkv=1, worst=False, keys=min(case.keys, 1)), []).append(case)
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+    with multiprocessing.get_context("spawn").Pool(min(processes, len(kinds))) as pool:
         pool.map(compile_first, kinds.values(), chunksize=1)
 
 
-def tensor_pipe(case: Case) -> dict[str, float | None]:
-    """Percent of the clocks of onchip's kernel in which the tensor pipe was busy, by Nsight Compute, at the card's own clocks."""
-    launches = count([sys.executable, __file__, "--alone", "--only", *case.name.split()], find_ncu())
-    busy = [launch.tensor_pipe for launch in launches if launch.kernel == "forward_kernel"]
-    return {case.name: None if None in busy else statistics.median(busy)}
+def meter() -> Meter:
+    """Clock and power of the card at hand."""
+    uuid = str(torch.cuda.get_device_properties().uuid)
+    return Meter(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
 
 
-def alone(case: Case) -> None:
-    """What `tensor_pipe` counts: onchip's kernel, warm."""
-    run = contenders(case, *inputs(case))["onchip"]
-    for _ in range(3):
-        run()
-    torch.cuda.synchronize()
-    torch.cuda.profiler.start()
-    for _ in range(3):
-        run()
-    torch.cuda.synchronize()
-    torch.cuda.profiler.stop()
+def at_clocks(runs: dict[str, Callable[[], object]], flops: int, seconds: dict[str, float], card: Meter) -> dict[str, dict[str, object]]:
+    """What each sustains by itself: TFLOP/s, and clock, power and share of the tensor cores' peak at that clock while it did."""
+    device = torch.cuda.get_device_properties()
+    a_clock = device.multi_processor_count * ARCHITECTURES[device.major, device.minor].tensor_flops_per_clock_sm
+    found: dict[str, dict[str, object]] = {}
+    for name, run in runs.items():
+        sustained = sustain(run, torch.cuda.synchronize, card, seconds[name])
+        rate = flops / sustained.seconds
+        found[name] = {"tflops": rate / 1e12, "of_peak": rate / (a_clock * sustained.mhz * 1e6), **asdict(sustained)}
+    return found
+
+
+def matmul_at_clocks(card: Meter) -> dict[str, object]:
+    """The same of a plain bf16 matmul: what the card sustains where nothing but operands is in its way."""
+    a, b = (torch.randn(MATMUL, MATMUL, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    runs = {"matmul": lambda: a @ b}
+    return at_clocks(runs, 2 * MATMUL**3, measure(runs, 3, 0.01), card)["matmul"]
+
+
+def clocks_line(name: str, found: dict[str, object]) -> str:
+    """One contender at its clock."""
+    watts = "" if found["watts"] is None else f"{found['watts']:4.0f} W"
+    limit = "" if found["limit_watts"] is None else f" of {found['limit_watts']:.0f}"
+    why = ", ".join(f"{reason} {share:.0%}" for reason, share in found["reasons"].items())
+    return (f"    sustained {name:8}{found['tflops']:6.1f} TFLOP/s at {found['mhz']:4.0f} MHz {watts}{limit} = "
+            f"{found['of_peak']:.1%} of the tensor peak at that clock; {why or 'nothing held the clock'}")
+
+
+def label(case: Case, name: str) -> str:
+    """The NVTX range of one contender's launch under the profiler."""
+    return f"{case.name}: {name}"
+
+
+def counters(cases: list[Case], words: list[str], tokens: list[int], ncu: Path) -> dict[str, dict[str, dict[str, float | None]]]:
+    """By case and contender, the counters of one call's longest kernel, all counted by one run under Nsight Compute at the card's own
+    clocks; "launches" is how many kernels the call took."""
+    selection = ["--tokens", *map(str, tokens), *(["--only", *words] if words else [])]
+    launches = count([sys.executable, __file__, "--alone", *selection], ncu)
+    found: dict[str, dict[str, dict[str, float | None]]] = {}
+    for case in cases:
+        found[case.name] = {}
+        for name in ("onchip", "unsplit", "cudnn", "fa4"):
+            own = [launch for launch in launches if label(case, name) in launch.within]
+            if own:
+                longest = max(own, key=lambda launch: launch.seconds or 0.0)
+                found[case.name][name] = {"launches": len(own), **{key: getattr(longest, key) for key in COUNTED}}
+    return found
+
+
+def counters_line(name: str, found: dict[str, float | None]) -> str:
+    """One contender's counters."""
+    def giga(key: str) -> str:
+        return "–" if found[key] is None else f"{found[key] / 1e9:.2f}"
+
+    pipe = "–" if found["tensor_pipe"] is None else f"{found['tensor_pipe']:.1f}"
+    return (f"    counted   {name:8}tensor pipe {pipe} %, GB: DRAM read {giga('dram_read')}, written {giga('dram_written')}, "
+            f"looked up in the L2 {giga('l2_read')}, read by SMs {giga('sm_read')}; kernels a call: {found['launches']}")
+
+
+def alone(cases: list[Case]) -> None:
+    """What `counters` counts: one warm call of each contender."""
+    for case in cases:
+        for name, run in contenders(case, *inputs(case)).items():
+            if refusal(run):
+                continue
+            torch.cuda.empty_cache()  # the profiler saves all that is allocated
+            torch.cuda.profiler.start()
+            torch.cuda.nvtx.range_push(label(case, name))
+            run()
+            torch.cuda.synchronize()
+            torch.cuda.nvtx.range_pop()
+            torch.cuda.profiler.stop()
 
 
 def installed(package: str) -> str:
@@ -308,49 +377,72 @@ def installed(package: str) -> str:
         return "not installed"
 
 
+def chosen(cases: list[Case], words: list[str]) -> list[Case]:
+    """Cells whose names have all of `words`, where "a,b" is a or b; a whole name is that cell alone."""
+    found = [case for case in cases if all(set(word.split(",")) & set(case.name.split()) for word in words)]
+    return [case for case in found if case.name.split() == words] or found
+
+
 def main() -> None:
     """Run the grid, print a line a cell, write everything as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write all results here")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 32768], help="B · S of the grid")
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cells whose name contains all of these words")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cells whose name has all of these words; a,b is either")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget", type=float, default=0.01, help="seconds of calls a round")
     parser.add_argument("--processes", type=int, default=max(1, min(12, (os.cpu_count() or 1) - 2)), help="that compile first; 0: none")
-    parser.add_argument("--tensor-pipe", action="store_true", help="instead of timing, ask Nsight Compute how busy the tensor pipe is")
-    parser.add_argument("--alone", action="store_true", help="only call onchip: what --tensor-pipe counts")
+    parser.add_argument("--clocks", action="store_true", help="clock, power and what held the clock down while each contender ran for 1 s")
+    parser.add_argument("--counters", action="store_true", help="bytes and tensor pipe of a launch of each, by Nsight Compute")
+    parser.add_argument("--alone", action="store_true", help="only call each contender once: what --counters counts")
     args = parser.parse_args()
-    cases = [case for case in grid(args.tokens) if set(args.only) <= set(case.name.split())]
-    cases = [case for case in cases if case.name.split() == args.only] or cases  # a whole name is that cell alone
+    cases = chosen(grid(args.tokens), args.only)
     if not cases:
         parser.error(f"--only: no cell's name contains all of {' '.join(args.only)}; a name looks like «{grid(args.tokens)[0].name}»")
-    if args.alone or args.tensor_pipe:
-        for case in cases:
-            if args.alone:
-                alone(case)
-            else:
-                try:
-                    print(tensor_pipe(case), flush=True)
-                except InputError as error:
-                    raise SystemExit(str(error)) from error
-        return
-    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-               "cudnn": torch.backends.cudnn.version(), "flash-attn-4": installed("flash-attn-4")}
-    print(machine, flush=True)
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    if args.alone:
+        alone(cases)
+        return
+    try:
+        card, ncu = meter() if args.clocks else None, find_ncu() if args.counters else None
+        run_cells(cases, args, card, ncu)
+    except InputError as error:
+        parser.error(str(error))
+
+
+def run_cells(cases: list[Case], args: argparse.Namespace, card: Meter | None, ncu: Path | None) -> None:
+    """What `main` does once it knows what to do."""
+    results: dict[str, object] = {"machine": {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+        "cudnn": torch.backends.cudnn.version(), "flash-attn-4": installed("flash-attn-4")}}
+    print(results["machine"], flush=True)
     if args.processes:
         compile_in_parallel(cases, args.processes)
-    rows = []
-    for case in cases:
-        rows.append(cell(case, args.rounds, args.budget))
-        print(report(rows[-1]), flush=True)
+    if card is not None:
+        results["matmul"] = matmul_at_clocks(card)
+        print(clocks_line("matmul", results["matmul"]), flush=True)
+    results["cells"] = rows = []
+
+    def write() -> None:
         if args.json:
             with whole_file(args.json) as temporary:
-                temporary.write_text(json.dumps({"machine": machine, "cells": rows}, indent=1))
+                temporary.write_text(json.dumps(results, indent=1))
+
+    for case in cases:
+        rows.append(cell(case, args.rounds, args.budget, card))
+        print("\n".join([report(rows[-1])] + [clocks_line(*found) for found in rows[-1].get("sustained", {}).items()]), flush=True)
+        write()
     best = [row["tflops"]["onchip"] / max(rate for name, rate in row["tflops"].items() if name != "onchip")
             for row in rows if len(row["tflops"]) > 1 and not row["worst"] and not row["keys"]]
     if best:
         print(f"against the best peer: geometric mean {statistics.geometric_mean(best):.3f}x, worst {min(best):.3f}x, {len(best)} cells")
+    if ncu is not None:
+        torch.cuda.empty_cache()
+        counted = counters(cases, args.only, args.tokens, ncu)
+        for row in rows:
+            row["counters"] = counted[row["case"]]
+            print("\n".join([row["case"]] + [counters_line(*found) for found in row["counters"].items()]), flush=True)
+        write()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
 """Which tile goes where and which keys it meets, by the very functions of the Hopper kernel, run as plain Python."""
+import heapq
+from collections import OrderedDict
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -90,6 +92,51 @@ def test_every_tile_is_taken_once_and_the_heaviest_of_a_head_first(batch, heads,
         assert [first for _, _, first in early_tiles[start : start + tiles]] == sorted(range(0, tiles * 128, 128), reverse=right)
     rows = [first for _, _, first in places[early * tiles :]]  # the rest together
     assert rows == sorted(rows, reverse=right)
+
+
+def blocks_from_memory(tiles: int, heads: int, thread_blocks: int, held: int, speeds: list[float], causal: bool) -> int:
+    """Blocks of K and V that come from memory when an L2, evicting what was used longest ago, holds `held` of them. Each thread block takes
+    its speed's time for a block of keys; whoever is free takes the next tile, as `place` orders them."""
+    last = min(heads, -(-2 * thread_blocks // tiles)) if causal else 1  # as in `launch.Plan`
+    early = heads - last
+    call = Call(heads=Divisor(heads), tiles=Divisor(tiles), early_heads=early, early_tiles=early * tiles, last_heads=Divisor(last),
+                RIGHT=causal, len_q=128 * tiles, len_k=128 * tiles)
+    places = (call.place(tile) for tile in range(heads * tiles))
+    walks = ((h, iter(range(call.blocks(first, 128 * tiles, 128 * tiles, 0)[2] // 128, -1, -1))) for _, h, first in places)
+    free = [(float(i) / thread_blocks, i) for i in range(thread_blocks)]
+    walking: dict[int, tuple[int, Any]] = {}
+    l2: OrderedDict[tuple[int, int], None] = OrderedDict()
+    missed = 0
+    while free:
+        now, i = heapq.heappop(free)
+        walking[i] = walking.get(i) or next(walks, None)
+        if walking[i] is None:
+            continue  # no more tiles
+        head, walk = walking[i]
+        block = next(walk, None)
+        if block is None:
+            walking[i] = None
+        else:
+            missed += (head, block) not in l2
+            l2[head, block] = None
+            l2.move_to_end((head, block))
+            if len(l2) > held:
+                l2.popitem(last=False)
+        heapq.heappush(free, (now + speeds[i] * (block is not None), i))
+    return missed
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.02])
+def test_causal_tiles_stay_in_step_where_a_heads_keys_do_not_fit_the_l2(spread):
+    # 8 rounds of 33 thread blocks a head; the L2 holds two fifths of a head's K and V, as 25 MB do at 128K keys of d 128
+    tiles, heads, thread_blocks = 264, 3, 33
+    speeds = [1 + spread * (i * 7 % 11 - 5) / 5 for i in range(thread_blocks)]
+    missed = blocks_from_memory(tiles, heads, thread_blocks, 2 * tiles // 5, speeds, causal=True)
+    a_pass_a_round = sum(range(thread_blocks, tiles + 1, thread_blocks))  # the keys of each round's longest tile, once
+    assert heads * tiles <= missed <= heads * a_pass_a_round
+    full = blocks_from_memory(tiles, heads, thread_blocks, 2 * tiles // 5, speeds, causal=False)
+    rounds = heads * tiles // thread_blocks
+    assert (full == rounds * tiles) == (spread == 0)  # full tiles drift apart where thread blocks differ: nothing brings them together
 
 
 def test_slots_of_q_alternate_and_their_barriers_turn_over():

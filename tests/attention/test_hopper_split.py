@@ -17,6 +17,7 @@ from onchip.attention.problem import AttentionProblem
 from onchip.roofline.hardware import find_gpu
 
 D128 = tiles.forward(128, 128)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def spec_of(rows: int, keys: int, causal: int = 0, left: int = -1) -> Spec:
@@ -129,14 +130,13 @@ def test_scratch_and_arguments_of_a_split_call(plan):
 def merged(o: Tensor, logs: Tensor, sinks: Tensor | None, dim: int, inside: bool = False, dtype: torch.dtype = torch.float32,
            ) -> tuple[Tensor, Tensor]:
     """What the kernel makes of parts o (B, H, parts, rows, width) and their lse in units of log₂; on a GPU where there is one."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     b, h, parts, rows, width = o.shape
-    out = torch.full((b, rows, h, dim) if inside else (b, h, rows, dim), math.nan, dtype=dtype, device=device)
+    out = torch.full((b, rows, h, dim) if inside else (b, h, rows, dim), math.nan, dtype=dtype, device=DEVICE)
     out = out.transpose(1, 2) if inside else out
-    lse = torch.full((b, h, rows), math.nan, device=device)
+    lse = torch.full((b, h, rows), math.nan, device=DEVICE)
     merge = split.Merge(out, parts, width)
     assert merge.floats == o.numel() + logs.numel()
-    merge(torch.cat([o.flatten(), logs.flatten()]).to(device), None if sinks is None else sinks.to(device), out, lse)
+    merge(torch.cat([o.flatten(), logs.flatten()]).to(DEVICE), None if sinks is None else sinks.to(DEVICE), out, lse)
     return out.cpu(), lse.cpu()
 
 
@@ -184,10 +184,10 @@ def test_rows_of_folded_heads_find_their_way():
     for inside in (False, True):
         out, lse = merged(o, logs, sinks, 64, inside)
         o3, logs3 = (x.unflatten(1, (2, 3)).movedim(3, 2).flatten(3, 4).contiguous() for x in (o, logs))  # group of 3
-        again, lse_again = torch.empty_like(out), torch.empty_like(lse)
-        split.Merge(again, 3, 64, group=3)(torch.cat([o3.flatten(), logs3.flatten()]), sinks, again, lse_again)
-        assert torch.equal(out, again)
-        assert torch.equal(lse, lse_again)
+        again, lse_again = (torch.full_like(x, math.nan, device=DEVICE) for x in (out, lse))
+        split.Merge(again, 3, 64, group=3)(torch.cat([o3.flatten(), logs3.flatten()]).to(DEVICE), sinks.to(DEVICE), again, lse_again)
+        assert torch.equal(out, again.cpu())
+        assert torch.equal(lse, lse_again.cpu())
 
 
 def test_large_scores_keep_their_weights():

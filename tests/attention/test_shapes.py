@@ -51,8 +51,12 @@ def test_head_dims_of_q_and_v_may_differ(target: Target, dim: int, dim_v: int) -
     assert got["dv"].shape[-1] == dim_v
 
 
-def test_head_dims_beyond_every_kernel_go_to_the_reference() -> None:
-    check(Case(heads=2, kv_heads=1, seq_q=9, seq_k=9, dim=576, dim_v=512), Target("auto", "cpu"))
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[
+    pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")])])
+def test_head_dims_beyond_every_kernel_go_to_the_reference(device: str) -> None:
+    case = Case(heads=2, kv_heads=1, seq_q=9, seq_k=9, dim=576, dim_v=512)
+    got, same = check(case, Target("auto", device)), run(case, build(case, device), "reference")
+    assert all(torch.equal(x, same[name]) for name, x in got.items())
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (8, 1)])

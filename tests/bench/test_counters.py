@@ -2,61 +2,125 @@
 import stat
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from onchip.bench import counters
 from onchip.errors import InputError
 
+# `ncu_report` as far as it is used. Like the real one's, what its objects hand out is gone when they are.
+READER = """
+NAN = float("nan")
+
+
+class Domain:
+    def __init__(self, names): self.names = names
+    def push_pop_ranges(self): return self.names
+    def __del__(self): self.names.clear()
+
+
+class State:
+    def __init__(self, *domains): self.all = domains
+    def domains(self): return tuple(range(len(self.all)))
+    def domain_by_id(self, number): return Domain(list(self.all[number]))
+
+
+class Metric:
+    def __init__(self, value, unit): self.value, self.says = value, unit
+    def has_value(self): return self.value is not None
+    def unit(self): return self.says
+    def as_double(self):
+        assert self.value is not None, "the real one crashes"
+        return self.value
+
 
 class Action:
-    """A launch as `ncu_report` shows it."""
-
-    def __init__(self, name: str, within: str, unit: str = "ns", **values: float) -> None:
-        self._unit = unit
-        self._name, self._within, self._values = name, within, {counters.METRICS[key][-1]: value for key, value in values.items()}
-
-    def name(self) -> str:
-        return self._name
-
-    def metric_names(self) -> tuple[str, ...]:
-        return tuple(self._values)
-
-    def metric_by_name(self, name: str) -> SimpleNamespace:
-        return SimpleNamespace(as_double=lambda: self._values[name], unit=lambda: self._unit)
-
-    def nvtx_state(self) -> SimpleNamespace | None:
-        if not self._within:
-            return None
-        names = [["outer", self._within], ["a library's own"]]
-        return SimpleNamespace(domains=lambda: [0, 1], domain_by_id=lambda d: SimpleNamespace(push_pop_ranges=lambda: names[d]))
+    def __init__(self, name, within, **metrics): self.called, self.within, self.metrics = name, within, metrics
+    def name(self): return self.called
+    def metric_names(self): return tuple(self.metrics)
+    def metric_by_name(self, name): return Metric(*self.metrics[name])
+    def nvtx_state(self): return self.within and State(["outer", self.within], ["a library's own"])
 
 
-def reader(*groups: list[Action]) -> SimpleNamespace:
-    ranges = [SimpleNamespace(num_actions=lambda g=g: len(g), action_by_idx=lambda i, g=g: g[i]) for g in groups]
-    return SimpleNamespace(load_report=lambda path: SimpleNamespace(num_ranges=lambda: len(ranges), range_by_idx=lambda i: ranges[i]))
+class Range:
+    def __init__(self, actions): self.actions = actions
+    def num_actions(self): return len(self.actions)
+    def action_by_idx(self, index): return self.actions[index]
 
 
-def test_every_launch_is_read_in_order_and_in_bytes_and_seconds() -> None:
-    first = Action("scores_kernel", "naive", seconds=2500.0, dram_read=64.0, l2_read=10.0)
-    launches = counters.read(Path("report"), reader([first], [Action("row_kernel", ""), Action("output_kernel", "naive", registers=128.0)]))
+class Context:
+    def __init__(self, *groups): self.groups = groups
+    def num_ranges(self): return len(self.groups)
+    def range_by_idx(self, index): return Range(self.groups[index])
+
+
+def load_report(path):
+    import sys
+    assert "torch" not in sys.modules, "a process of its own"
+    assert path.endswith("report"), path
+    return Context(GROUPS)
+"""
+CRASH = "def load_report(path):\n    import os, signal\n    os.kill(os.getpid(), signal.SIGSEGV)\n"
+
+
+def reader(folder: Path, groups: str) -> Path:
+    """A file `ncu_report.py` whose reports have these launches."""
+    file = folder / "ncu_report.py"
+    file.write_text(READER.replace("GROUPS", groups))
+    return file
+
+
+def test_every_launch_is_read_in_order_and_in_bytes_and_seconds(tmp_path: Path) -> None:
+    time, dram, l2 = (counters.METRICS[key][0] for key in ("seconds", "dram_read", "l2_read"))
+    first = {time: (2500.0, "ns"), dram: (64.0, "byte"), l2: (10.0, "sector"), "another": (None, "")}
+    last = {counters.METRICS["tensor_pipe"][1]: (50.0, "%"), "launch__registers_per_thread": (128.0, "register/thread")}
+    groups = f"[Action('scores_kernel', 'naive', **{first})], [Action('row_kernel', None), Action('output_kernel', 'naive', **{last})]"
+    launches = counters.read(Path("report"), reader(tmp_path, groups))
     within = ("outer", "naive", "a library's own")
     assert [(x.kernel, x.within) for x in launches] == [("scores_kernel", within), ("row_kernel", ()), ("output_kernel", within)]
     assert (launches[0].seconds, launches[0].dram_read, launches[0].l2_read) == (2.5e-6, 64.0, 320.0)
     assert launches[0].registers is None
-    assert launches[2].registers == 128
+    assert (launches[2].tensor_pipe, launches[2].registers) == (50, 128)
 
 
-def test_time_comes_in_the_unit_the_report_says_and_what_has_no_answer_is_none() -> None:
-    actions = [Action("k", "", "usecond", seconds=3.0), Action("k", "", "second", seconds=2.0, dram_read=float("nan"))]
-    first, second = counters.read(Path("report"), reader(actions))
-    assert (first.seconds, second.seconds, second.dram_read) == (3e-6, 2.0, None)
+def test_time_comes_in_the_unit_the_report_says_and_what_has_no_answer_is_none(tmp_path: Path) -> None:
+    time, dram, written = (counters.METRICS[key][0] for key in ("seconds", "dram_read", "dram_written"))
+    actions = [f"Action('k', None, **{{{time!r}: ({value}, {unit!r}), {dram!r}: (NAN, 'byte'), {written!r}: (None, 'byte')}})"
+               for value, unit in ((3.0, "usecond"), (2.0, "second"), (0.0, "ms"))]
+    launches = counters.read(Path("report"), reader(tmp_path, f"[{', '.join(actions)}]"))
+    assert [x.seconds for x in launches] == [3e-6, 2.0, 0.0]
+    assert all(x.dram_read is x.dram_written is None for x in launches)
 
 
-def fake_ncu(folder: Path, body: str) -> Path:
+def test_a_reader_that_crashes_is_an_error_that_says_where(tmp_path: Path) -> None:
+    """As NVIDIA's did on an H200, taking the program with it that had just measured."""
+    file = tmp_path / "ncu_report.py"
+    file.write_text(CRASH)
+    with pytest.raises(InputError) as error:
+        counters.read(Path("report"), file)
+    assert str(error.value).startswith(f"ncu: the report was written, but Nsight's Python reader {file} died of SIGSEGV in load_report "
+                                       "(ncu_report.py:")
+    assert "), called by launches (report_reader.py:" in str(error.value)
+
+
+def test_a_reader_that_crashes_after_the_answer_has_answered(tmp_path: Path) -> None:
+    file = reader(tmp_path, "[Action('k', None)]")
+    file.write_text(file.read_text() + "\nimport atexit, os\natexit.register(os.abort)\n")
+    assert [x.kernel for x in counters.read(Path("report"), file)] == ["k"]
+
+
+def test_a_reader_that_raises_or_hangs_is_quoted_or_given_up(tmp_path: Path) -> None:
+    file = reader(tmp_path, "1 / 0")
+    with pytest.raises(InputError, match="failed: ZeroDivisionError: division by zero"):
+        counters.read(Path("report"), file)
+    file.write_text("import time; time.sleep(60)")
+    with pytest.raises(InputError, match="reading the report took more than 1 s"):
+        counters.read(Path("report"), file, 0.6)
+
+
+def fake_ncu(folder: Path, body: str, reader: str = "def load_report(path):\n    raise AssertionError(path)\n") -> Path:
     (folder / "extras" / "python").mkdir(parents=True)
-    (folder / "extras" / "python" / "ncu_report.py").write_text("def load_report(path):\n    raise AssertionError(path)\n")
+    (folder / "extras" / "python" / "ncu_report.py").write_text(reader)
     program = folder / "ncu"
     program.write_text(f"#!{sys.executable}\nimport sys\n{body}\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
@@ -80,7 +144,7 @@ def test_the_profiler_gets_the_program_and_what_to_count(tmp_path: Path, monkeyp
     asked = tmp_path / "asked"
     ncu = fake_ncu(tmp_path, f"open({str(asked)!r}, 'a').write('\\n'.join(sys.argv[1:]))\n"
                              "open(sys.argv[sys.argv.index('--export') + 1], 'w')")
-    monkeypatch.setattr(counters, "read", lambda report, reader: ["read"])
+    monkeypatch.setattr(counters, "read", lambda report, reader, seconds: ["read"])
     assert counters.count(["python", "-c", "pass"], ncu) == ["read"]
     words = asked.read_text().splitlines()
     assert words[-3:] == ["python", "-c", "pass"]
@@ -96,7 +160,7 @@ def test_a_counter_that_the_card_calls_otherwise_is_asked_for_by_that_name(tmp_p
                              f"names = sys.argv[sys.argv.index('--metrics') + 1]\nopen({str(asked)!r}, 'w').write(names)\n"
                              "if 'sm__pipe_tensor_cycles_active' in names:\n    print('==ERROR== Failed to find metric'); sys.exit(1)\n"
                              "open(sys.argv[sys.argv.index('--export') + 1], 'w')")
-    monkeypatch.setattr(counters, "read", lambda report, reader: ["read"])
+    monkeypatch.setattr(counters, "read", lambda report, reader, seconds: ["read"])
     assert counters.count(["true"], ncu) == ["read"]
     assert asked.read_text().split(",") == ["dram__bytes_read.sum", counters.METRICS["tensor_pipe"][1], "launch__registers_per_thread"]
 

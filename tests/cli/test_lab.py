@@ -156,6 +156,31 @@ def test_an_experiment_that_fails_ends_in_status_1(monkeypatch):
 
 
 @pytest.mark.usefixtures("emulated")
+@pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++ to compile the kernels for this CPU")
+def test_where_counting_fails_the_measurements_are_kept(tmp_path, monkeypatch):
+    """As when Nsight's reader crashes: the file is whole, and says why there are no counters."""
+    def count(command, ncu):
+        raise InputError("ncu: its reader died of SIGSEGV")
+
+    (tmp_path / "extras" / "python").mkdir(parents=True)
+    (tmp_path / "extras" / "python" / "ncu_report.py").write_text("")
+    (tmp_path / "ncu").write_text("")
+    (tmp_path / "ncu").chmod(0o755)
+    monkeypatch.setattr("onchip.bench.counters.count", count)
+    result = CliRunner().invoke(app, ["lab", "run", "tiles", "oversized", "--counters", "--ncu", str(tmp_path / "ncu"), "--json",
+                                      str(tmp_path / "lab.json")])
+    assert result.exit_code == 1
+    assert "not counted: ncu: its reader died of SIGSEGV" in result.stderr
+    assert "oversized: confirmed" in result.stdout
+    assert not (tmp_path / "lab.json.partial").exists()
+    written = json.loads((tmp_path / "lab.json").read_text())
+    assert written["uncounted"] == "ncu: its reader died of SIGSEGV"
+    tiles, oversized = written["experiments"]
+    assert {p["holds"] for p in tiles["predictions"] if p["quantity"].endswith(".conflicts")} == {None}
+    assert oversized["verdict"] == "confirmed"
+
+
+@pytest.mark.usefixtures("emulated")
 def test_counters_without_the_tool_are_refused_before_anything_runs(tmp_path):
     with pytest.raises(InputError, match=r"ncu: got .*missing, accepted"):
         run(f"run tiles --counters --ncu {tmp_path / 'missing'}")

@@ -4,7 +4,7 @@ import torch
 
 from onchip.bench.memory import peak_extra_bytes
 from onchip.softmax.api import log_softmax, logsumexp, softmax, softmax_topk
-from onchip.softmax.triton import launch, plan
+from onchip.softmax.triton import launch
 from onchip.testing.softmax import agree, judge
 from tests.softmax.conftest import _poison  # noqa: F401  used by every test here too
 
@@ -42,25 +42,37 @@ def test_every_width(n, dtype, log):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize(("rows", "n"), [(1, 1_048_576), (4, 262_144), (700, 33_001), (700, 65_536), (300, 151_936), (61, 1_000_003)])
 def test_long_rows_in_parts(rows, n, dtype, log):
-    """Groups of one block and of many, whole rounds and ragged ones; twice, since the second launch goes another way."""
+    """Clusters, and groups of one block and of many, whole rounds and ragged ones; twice, since the second launch goes another way."""
     x, dy = data(rows, n, dtype=dtype), data(rows, n, dtype=dtype)
     first = run(x, dy, log)
-    assert any(getattr(made, "rounds", 0) for made in launch._LAUNCHES.values())
+    assert any(getattr(made, "rounds", 0) or getattr(made, "cluster", 1) > 1 for made in launch._LAUNCHES.values())
     again = run(x, dy, log)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     for some in (slice(0, 1), slice(rows - 1, rows)):
         judge(*(result[some] for result in (*first, x, dy)), log=log)
 
 
-def test_parts_are_taken_where_the_plan_says():
+def test_clusters_and_parts_are_taken_where_the_plan_says():
+    """(blocks of a cluster, whether groups exchange through memory) by width and number of rows."""
     launch._LAUNCHES.clear()
-    widths = (8192, max(plan.NARROW), max(plan.NARROW) + 1, 65_536)
-    for n in widths:
-        softmax(data(200, n, dtype=torch.bfloat16))
-    assert [made.rounds > 0 for made in launch._LAUNCHES.values()] == [n > max(plan.NARROW) for n in widths]
-    masked = data(200, 8200, dtype=torch.bfloat16)
+    for rows, n in ((200, 8192), (200, 32_768), (200, 33_000), (200, 131_072), (200, 262_144), (200, 270_000), (4, 65_536)):
+        softmax(data(rows, n, dtype=torch.bfloat16))
+    found = [(made.cluster, made.rounds > 0) for made in launch._LAUNCHES.values()]
+    assert found == [(1, False), (1, False), (5, False), (16, False), (16, False), (1, True), (1, True)]
+    masked = data(200, 40_000, dtype=torch.bfloat16)
     softmax(masked, mask=masked > 0)
-    assert list(launch._LAUNCHES.values())[-1].rounds > 0
+    assert list(launch._LAUNCHES.values())[-1].cluster == 5
+
+
+@pytest.mark.parametrize("offset", [-200.0, 200.0])
+@pytest.mark.parametrize("rows", [3, 200])
+def test_a_part_that_is_hidden_altogether_has_no_say(rows, offset):
+    """In groups, and in clusters: its m is −∞ and its l 0."""
+    x = data(rows, 70_000) + offset
+    x[:, :20_000], x[1, 9_000:] = -torch.inf, -torch.inf
+    x[1, 5] = offset
+    torch.testing.assert_close(softmax(x), torch.softmax(x, -1), rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(logsumexp(x), torch.logsumexp(x, -1))
 
 
 def test_groups_of_concurrent_streams_do_not_disturb_each_other():

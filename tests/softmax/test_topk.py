@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from onchip.softmax.api import softmax_topk
-from onchip.softmax.triton import topk
+from onchip.softmax.triton import launch, topk
 from onchip.testing.softmax import DEVICE
 from tests.softmax.conftest import forget
 
@@ -48,13 +48,54 @@ def test_values_and_places(backend, dtype, shape, k):
     check(data(*shape, dtype=dtype), k, backend=backend, renormalize=True, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("k", [1, 3])
-def test_rows_of_several_blocks_that_start_inside_vectors(k):
-    x = data(3, 16_391)
-    x[0, :9000] -= 100.0  # everything in the last block
+def launches():
+    """Of the only call since `forget`."""
+    found, = launch._LAUNCHES.values()
+    return len(found)
+
+
+@DTYPES
+@pytest.mark.parametrize(("rows", "k", "parts"), [(3, 1, True), (3, 3, True), (11, 3, False)])
+def test_rows_of_several_chunks_that_start_inside_vectors(rows, k, parts, dtype):
+    """Whole rows, one to a program, and rows in parts; on a GPU it has more SMs than that."""
+    x = data(rows, 16_391, dtype=dtype)
+    x[0, :9000] -= 100.0  # everything in the last chunks
     x[1, 16_390] = x[1, 0] = 50.0  # the very ends
+    forget()
     _, indices = check(x, k, backend="triton")
     assert indices[0].min() >= 9000
+    assert launches() == 1 + (parts or DEVICE == "cuda")
+
+
+def test_more_than_are_found_one_by_one():
+    """Sorted, which takes the interpreter seconds."""
+    x = data(1, 1100, dtype=torch.bfloat16)
+    x[0, 800:] -= 100.0
+    check(x, 17, backend="triton")
+
+
+@pytest.mark.parametrize("rows", [1, 7, 131, 1024, 1100, 5368, 10**6])
+@pytest.mark.parametrize("runs", [2, 9, 25, 50, 128, 1024])
+@pytest.mark.parametrize("most", [4, 8])
+def test_parts_and_chunks_hold_the_row_and_leave_little_empty(rows, runs, most):
+    vectors, chunks = topk.chunks_of(runs, most)
+    assert vectors <= most
+    assert runs <= vectors * chunks <= 1.15 * runs + 1
+    parts = topk.parts_of(rows, chunks, 132)
+    each = -(-chunks // parts)
+    assert each <= topk.CHUNKS
+    assert (parts - 1) * each < chunks <= parts * each
+    assert rows * parts >= min(rows * chunks, 0.5 * 132 * topk.PROGRAMS_PER_SM)
+    assert rows < 5000 or parts == -(-chunks // topk.CHUNKS)
+
+
+def test_distances_beyond_32_bits_are_counted_in_64():
+    def wide(stride):
+        x = torch.empty((1 << 20, stride), dtype=torch.bfloat16, device="meta")
+        made = topk._launches(x[:, :3], 2, -2, False)[0]
+        return dict(zip(made.kernel.arg_names[made.tensors:], made.rest, strict=True))["WIDE"]
+
+    assert [wide(2000), wide(2048)] == [False, True]
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2, -2])
@@ -87,6 +128,18 @@ def test_special_values(backend, n):
     check(x[4:], 2, backend=backend)
     assert (indices >= 0).all()
     assert (indices < n).all()
+
+
+@BACKENDS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("n", [9, 1500, 9001])
+def test_the_least_and_the_largest_finite_numbers(backend, n, dtype):
+    limits = torch.finfo(dtype)
+    x = torch.full((3, n), limits.min, device=DEVICE, dtype=dtype)  # what masks are filled with
+    x[1, n // 2], x[2, n - 3:] = limits.max, 0.0
+    _, indices = check(x, 3, backend=backend)
+    assert indices[1, 0] == n // 2
+    assert sorted(indices[2].tolist()) == [n - 3, n - 2, n - 1]
 
 
 @BACKENDS
@@ -150,16 +203,16 @@ def test_a_well_behaved_operator():
         torch.library.opcheck(torch.ops.onchip.softmax_topk.default, (x, 2, dim, False, torch.float32))
 
 
-def test_the_zeros_mutant_and_a_lost_block_are_noticed(monkeypatch):
-    x = data(2, 9001)
-    original = topk._launches
+@pytest.mark.parametrize("rows", [2, 40])
+def test_the_zeros_mutant_and_a_lost_chunk_are_noticed(rows, monkeypatch):
+    x = data(rows, 9001)
+    original = topk.chunks_of
 
     def lost(*arguments):
-        maxima, select, blocks = original(*arguments)
-        maxima.grid -= 1  # the last block of the last row: its memory is NaN, or what was there
-        return maxima, select, blocks
+        vectors, chunks = original(*arguments)
+        return vectors, chunks - 1
 
-    monkeypatch.setattr(topk, "_launches", lost)
+    monkeypatch.setattr(topk, "chunks_of", lost)
     forget()
     with pytest.raises(AssertionError):
         check(x, 3, backend="triton")

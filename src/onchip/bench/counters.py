@@ -2,24 +2,26 @@
 
 The program runs under `ncu`; kernels launched between ``torch.cuda.profiler.start()`` and ``stop()`` are counted, and each is filed under
 the NVTX ranges it was launched in. The report is read through Nsight's own Python reader (`ncu_report`, beside `ncu`), not from printed
-text. Clocks are left as they are. A kernel runs once for every few counters, with the memory it writes put back and the caches flushed
-before each time: counts are those of a cold start, and a kernel that counts its own tiles in memory finds the counter as it left it.
+text, and by a process of its own, so that a crash of the reader is an error like any other (`onchip.bench.report_reader`). Clocks are left
+as they are. A kernel runs once for every few counters, with the memory it writes put back and the caches flushed before each time: counts
+are those of a cold start, and a kernel that counts its own tiles in memory finds the counter as it left it.
 
 What each counter sees of Hopper's engines: TMA's loads and stores cross the same crossbar as other ones and are in `sm_read`, `sm_written`
 and the L2's; wgmma is in `tensor_pipe`; the shared memory that wgmma and TMA touch goes past the load-store pipe, so `conflicts` are those
 of ordinary loads and stores alone.
 """
-import importlib
+import json
 import math
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from onchip.errors import InputError
@@ -86,21 +88,13 @@ def _installed() -> list[Path]:
     return sorted(homes, key=lambda home: home.name, reverse=True)
 
 
-def find_reader(ncu: Path) -> ModuleType:
+def find_reader(ncu: Path) -> Path:
     """`ncu_report`, which Nsight Compute keeps in extras/python of its folder; the program may be a script in a folder of links."""
     for home in (*ncu.resolve().parents, *_installed()):
         file = home / "extras" / "python" / "ncu_report.py"
         if file.is_file():
-            return _load(file)
+            return file
     raise InputError(f"ncu: got {ncu}, whose Python reader (extras/python/ncu_report.py) is nowhere; accepted: a whole Nsight Compute")
-
-
-def _load(file: Path) -> ModuleType:
-    sys.path.insert(0, str(file.parent))  # it loads a library that lies beside it
-    try:
-        return importlib.import_module(file.stem)
-    finally:
-        sys.path.remove(str(file.parent))
 
 
 def count(command: Sequence[str], ncu: Path, seconds: float | None = None) -> list[Counters]:
@@ -120,7 +114,7 @@ def count(command: Sequence[str], ncu: Path, seconds: float | None = None) -> li
                 output = _profile(command, ncu, able, report, seconds)
         if output is not None:
             raise InputError(f"ncu: {_reason(output)}")
-        return read(report, reader)
+        return read(report, reader, seconds)
 
 
 def _profile(command: Sequence[str], ncu: Path, names: Sequence[str], report: Path, seconds: float | None) -> str | None:
@@ -156,34 +150,38 @@ def _reason(output: str) -> str:
     return "counted nothing: " + (telling or lines or ["it said nothing"])[-1]
 
 
-def read(report: Path, reader: ModuleType) -> list[Counters]:
-    """Every launch of a report."""
-    context = reader.load_report(str(report))
-    launches = []
-    for group in range(context.num_ranges()):
-        actions = context.range_by_idx(group)
-        launches += [_counters(actions.action_by_idx(index)) for index in range(actions.num_actions())]
-    return launches
+def read(report: Path, reader: Path, seconds: float | None = None) -> list[Counters]:
+    """Every launch of a report, in order, by the `ncu_report.py` named; raises `InputError` where that fails, and where it crashes."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "launches.json"
+        names = [name for candidates in METRICS.values() for name in candidates]
+        command = [sys.executable, "-X", "faulthandler", "-m", "onchip.bench.report_reader",
+                   *map(str, (reader, report, answer)), *names]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            raise InputError(f"ncu: reading the report took more than {seconds:.0f} s; accepted: fewer launches") from None
+        if not answer.is_file():
+            raise InputError(f"ncu: the report was written, but Nsight's Python reader {reader} {_end(done.returncode, done.stderr)}")
+        return [_counters(launch) for launch in json.loads(answer.read_text())]
 
 
-def _counters(action: Any) -> Counters:
-    names = set(action.metric_names())
-    values: dict[str, float | None] = {}
-    for key, candidates in METRICS.items():
-        metric = next((action.metric_by_name(name) for name in candidates if name in names), None)
-        values[key] = None if metric is None else _value(key, metric)
-    return Counters(action.name(), _ranges(action.nvtx_state()), **values)
+def _end(code: int, said: str) -> str:
+    """How a program came to its end, in words: the signal and the innermost calls, or the exception."""
+    if code >= 0:
+        return "failed: " + (said.strip().splitlines() or [f"exit status {code}"])[-1]
+    calls = [f"{name} ({Path(file).name}:{line})" for file, line, name in re.findall(r'File "(.*)", line (\d+) in (\S+)', said)]
+    return f"died of {signal.Signals(-code).name}" + (" in " + ", called by ".join(calls[:3]) if calls else "")
 
 
-def _value(key: str, metric: Any) -> float | None:
+def _counters(launch: dict[str, Any]) -> Counters:
+    """From what `report_reader` found."""
+    metrics = launch["metrics"]
+    found = {key: next((metrics[name] for name in candidates if name in metrics), None) for key, candidates in METRICS.items()}
+    return Counters(launch["kernel"], tuple(launch["within"]), **{key: one and _value(key, *one) for key, one in found.items()})
+
+
+def _value(key: str, value: float, unit: str) -> float | None:
     """In bytes, seconds or as it is; None where the card had no answer."""
-    value = float(metric.as_double())
-    scale = SECONDS.get(metric.unit(), 1e-9) if key == "seconds" else SCALE.get(key, 1)
+    scale = SECONDS.get(unit, 1e-9) if key == "seconds" else SCALE.get(key, 1)
     return value * scale if math.isfinite(value) else None
-
-
-def _ranges(state: Any) -> tuple[str, ...]:
-    """The NVTX ranges, those of each domain outermost first: libraries have domains of their own."""
-    if state is None:
-        return ()
-    return tuple(name for domain in state.domains() for name in state.domain_by_id(domain).push_pop_ranges())

@@ -1,6 +1,5 @@
 """``onchip lab``: claims about the machine as experiments, each with a prediction, a measurement and a verdict."""
 import json
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,7 +7,7 @@ import typer
 
 from onchip.cli.common import JsonOption, console, human_time, make_table, print_json, progress, whole_file, working
 from onchip.cli.lab_tables import show_interval, show_number
-from onchip.errors import MissingExtra
+from onchip.errors import InputError, MissingExtra
 from onchip.lab.card import Card, find_card
 from onchip.lab.compiler import Source, build, check_arch
 from onchip.lab.experiment import Experiment, Sizes
@@ -67,8 +66,9 @@ def run(
     With `--counters` the bank conflicts and the bytes of L2 and DRAM are counted by hardware and held against their predictions; without,
     those are left open.
 
-    While it runs, what has been measured is in FILE.partial; FILE itself is replaced at the end. Where counting fails, or the run is cut
-    short, FILE.partial keeps the rest.
+    While it runs, what has been measured is in FILE.partial, which stays there if the run is cut short; FILE itself is replaced at the
+    end. Where counting fails the measurements are shown and written all the same, what only counters can tell is left open, and the exit
+    status is 1.
 
     On a machine without a GPU the kernels are compiled for the card of `--gpu` and the predictions shown: what would be measured.
 
@@ -78,7 +78,7 @@ def run(
     - `onchip lab run --counters --json lab.json` runs everything.
     - `onchip lab run oversized --gpu a100-80gb` says, anywhere, which tiles an A100 would refuse.
     """
-    chosen = pick(names)
+    chosen, uncounted = pick(names), None
     card = _card()
     if isinstance(card, str):
         target = parse_gpu(gpu or "h200")
@@ -95,14 +95,19 @@ def run(
                 if json_file:
                     _write(_partial(json_file), report(so_far, target, Sizes(), machine))
 
-            outcomes = conduct(chosen, card, target, count=_counter(ncu) if counters else None, on_experiment=step, keep=keep)
+            counter = _Counter(ncu) if counters else None
+            outcomes = conduct(chosen, card, target, count=counter, on_experiment=step, keep=keep)
+        if counter and counter.failure:
+            machine["uncounted"] = uncounted = counter.failure
     for outcome in outcomes:
         _show(outcome)
     if json_file:
         _write(json_file, report(outcomes, target, Sizes(), machine))
         _partial(json_file).unlink(missing_ok=True)
         typer.echo(f"wrote {json_file}", err=True)
-    if any(outcome.problem for outcome in outcomes):
+    if uncounted:
+        typer.echo(f"not counted: {uncounted}", err=True)
+    if uncounted or any(outcome.problem for outcome in outcomes):
         raise typer.Exit(1)
 
 
@@ -123,14 +128,24 @@ def _card() -> Card | str:
         return str(missing)
 
 
-def _counter(ncu: Path | None) -> Any:
-    """What counts the experiments of the names it is given; says at once if there is no Nsight Compute."""
-    from onchip.bench.counters import find_ncu, find_reader
-    from onchip.lab.counters import count
+class _Counter:
+    """Counts the experiments of the names it is given; says at once if there is no Nsight Compute."""
 
-    tool = find_ncu(ncu)
-    find_reader(tool)
-    return partial(count, ncu=tool)
+    def __init__(self, ncu: Path | None) -> None:
+        from onchip.bench.counters import find_ncu, find_reader
+
+        self.ncu = find_ncu(ncu)
+        find_reader(self.ncu)
+        self.failure: str | None = None  # why nothing was counted: what was timed by then is worth having without
+
+    def __call__(self, names: list[str]) -> dict[str, float]:
+        from onchip.lab.counters import count
+
+        try:
+            return count(names, self.ncu)
+        except InputError as error:
+            self.failure = str(error)
+            return {}
 
 
 def _compiled(chosen: list[Experiment], target: GPU) -> str:

@@ -5,6 +5,7 @@ remembered, and Triton's own work on a kernel's arguments (15–35 µs) is skipp
 """
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from threading import Lock
 from typing import Any
 
@@ -15,7 +16,7 @@ from onchip.launcher import Launcher
 from onchip.softmax.contract import Spec
 from onchip.softmax.triton import plan as plans
 from onchip.softmax.triton import tile_backward, tile_forward
-from onchip.softmax.triton.rows import Rows, fold
+from onchip.softmax.triton.rows import NARROW_VECTOR, Rows, fold
 
 PER_THREAD = 2  # CUDA's handle of the calling thread's default stream
 WORDS = 1 << 13  # through which groups exchange: 4 for each thread block
@@ -25,8 +26,10 @@ REMEMBERED = 4096  # kinds of calls
 class Launch:
     """A kernel, its grid and all its arguments but the `tensors` first ones and, for parts of rows, what they exchange through."""
 
-    def __init__(self, kernel: Any, grid: int, tensors: int, named: dict[str, Any], options: dict[str, Any], rounds: int = 0) -> None:
+    def __init__(self, kernel: Any, grid: int, tensors: int, named: dict[str, Any], options: dict[str, Any], rounds: int = 0,
+                 cluster: int = 1) -> None:
         self.kernel, self.grid, self.tensors, self.options = kernel, grid, tensors, options
+        self.cluster = cluster  # thread blocks after another that run together
         self.rounds = rounds  # rows that a group works through; 0 for other kernels
         self.rest = tuple(named[name] for name in kernel.arg_names if name in named)
         self.launcher: Launcher | None = None
@@ -46,7 +49,12 @@ class Launch:
                 self.launcher(self.grid, stream, (*[t.data_ptr() for t in tensors], *_pointers(through), *self.rest))
 
     def _first(self, *arguments: Any) -> None:
-        """By Triton's own path, which compiles; from then on by its launcher, where there is one."""
+        """By Triton's own path, which compiles; from then on by its launcher, where there is one. It alone knows clusters."""
+        if self.cluster > 1 and arguments[0].is_cuda:
+            compiled = self.kernel.warmup(*arguments, *self.rest, grid=(self.grid,), **self.options)
+            self.launcher = Launcher(compiled, self.cluster)
+            self(*arguments)
+            return
         compiled = self.kernel[(self.grid,)](*arguments, *self.rest, **self.options)
         if Launcher.serves(compiled):
             self.launcher = Launcher(compiled)
@@ -132,6 +140,7 @@ def _forward(x: Tensor, y: Tensor, mask: Tensor | None, bias: Tensor | None, spe
         return None
     named = {"scale": spec.scale, "WANTED": 2 if spec.summed else int(spec.log), "SCALED": spec.scale != 1.0, "MASKED": mask is not None,
              "CAUSAL": spec.causal}
+    rows = _clustered(rows, x, False)
     parts = _parts(rows, x, False) if bias is None and spec.scale != 0.0 else None
     if parts:
         from onchip.softmax.triton.parts_forward import parts_forward
@@ -159,6 +168,7 @@ def _backward(dy: Tensor, y: Tensor, dx: Tensor, spec: Spec) -> Launch | None:
     if rows is None:
         return None
     named = {"scale": spec.scale, "LOG": spec.log, "SCALED": spec.scale != 1.0, "HIDING": spec.hiding}
+    rows = _clustered(rows, y, True)
     parts = _parts(rows, y, True) if dy.dtype == y.dtype else None
     if parts:
         from onchip.softmax.triton.parts_backward import parts_backward
@@ -170,27 +180,38 @@ def _backward(dy: Tensor, y: Tensor, dx: Tensor, spec: Spec) -> Launch | None:
 def _launch_tiles(module: Any, rows: Rows, tensors: int, named: dict[str, Any], device: torch.device) -> Launch:
     kernel = module._resident if rows.plan.resident else module._streamed
     options = {"num_warps": rows.plan.warps} | ({"maxnreg": rows.plan.registers} if rows.plan.registers and device.type != "cpu" else {})
-    return Launch(kernel, rows.programs(device), tensors, {**rows.arguments, **named}, options)
+    return Launch(kernel, rows.programs(device), tensors, {**rows.arguments, **named}, options, cluster=rows.plan.parts)
+
+
+def _clustered(rows: Rows, x: Tensor, backward: bool) -> Rows:
+    """`rows` on clusters of thread blocks, where those serve them and fill the card."""
+    card = _card(x.device, (9, 0))
+    if card is None or rows.plan.resident or rows.plan.block_m > 1:
+        return rows
+    narrow = rows.vector == NARROW_VECTOR and not rows.strides.keys() - {"x", "y"}
+    plan = plans.choose_cluster(rows.n, rows.edges, backward, narrow)
+    return replace(rows, plan=plan) if plan and rows.count * plan.parts >= card.multi_processor_count else rows
 
 
 def _parts(rows: Rows, x: Tensor, backward: bool) -> plans.Parts | None:
     """How the rows are cut, where parts serve them."""
-    if rows.vector == 1 or rows.plan.narrow or x.device.type not in ("cuda", "meta") or not torch.cuda.is_available() or torch.version.hip:
+    card = _card(x.device, (8, 0))
+    if card is None or rows.vector == 1 or rows.plan.narrow or rows.plan.parts > 1:
         return None
-    if torch.cuda.get_device_capability(_real(x.device)) < (8, 0):
-        return None
-    card = torch.cuda.get_device_properties(_real(x.device))
     return plans.choose_parts(rows.count, rows.n, rows.vector, rows.edges, card.multi_processor_count, card.shared_memory_per_block_optin,
                               backward)
 
 
-def _real(device: torch.device) -> torch.device | None:
-    """Where launches for meta tensors, which `onchip inspect` makes, would go."""
-    return device if device.type == "cuda" else None
+def _card(device: torch.device, least: tuple[int, int]) -> Any:
+    """NVIDIA's card that launches go to, if it has compute capability `least`; of meta tensors too, which `onchip inspect` makes."""
+    if device.type not in ("cuda", "meta") or not torch.cuda.is_available() or torch.version.hip:
+        return None
+    real = device if device.type == "cuda" else None
+    return torch.cuda.get_device_properties(real) if torch.cuda.get_device_capability(real) >= least else None
 
 
 def _launch_parts(kernel: Any, rows: Rows, parts: plans.Parts, tensors: int, named: dict[str, Any], device: torch.device) -> Launch:
-    groups = parts.groups(rows.count, torch.cuda.get_device_properties(_real(device)).multi_processor_count)
+    groups = parts.groups(rows.count, _card(device, (8, 0)).multi_processor_count)
     strides = {f"{name}{2 - at}": steps[at] for name, steps in rows.strides.items() for at in range(3)}
     absent = dict.fromkeys({"mask2", "mask1", "mask0", "mask_step"}, 0)
     shape = {**absent, "rows": rows.count, "n": rows.n, "n0": rows.n0, "n1": rows.n1, **strides}

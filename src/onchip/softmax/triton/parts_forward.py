@@ -84,7 +84,7 @@ def parts_forward(x, y, mask, words, tag, scale, rows, n, n0, n1, x_extent: gl.i
             shift = shifted(m, WANTED)
             l = l * exp(m_old - shift) + gl.sum(gl.sum(exp(s_slot - shift[None, :, None]), 2), 0)
         row_m = gl.max(m, 0)
-        row_l = gl.sum(l * exp(shifted(m, WANTED) - shifted(row_m, WANTED)), 0)
+        row_l = gl.sum(l * exp(m - shifted(row_m, WANTED)), 0)
         if GROUP > 1:
             buffer = words + (tag & 1) * (2 * GROUP)  # two take turns: no block is two rows ahead of another
             publish(buffer + part, row_m, tag)
@@ -92,7 +92,7 @@ def parts_forward(x, y, mask, words, tag, scale, rows, n, n0, n1, x_extent: gl.i
             ms = collect(buffer, tag, float("-inf"), GROUP)
             ls = collect(buffer + GROUP, tag, 0.0, GROUP)
             row_m = gl.max(ms, 0)
-            row_l = gl.sum(ls * exp(shifted(ms, WANTED) - shifted(row_m, WANTED)), 0)
+            row_l = gl.sum(ls * exp(ms - shifted(row_m, WANTED)), 0)
             tag += 1
         shift = shifted(row_m, WANTED)
         row_y = row_start(row, n0, n1, y2, y1, y0)

@@ -1,6 +1,6 @@
 """Which kernel and tile serves which row: static tables by width. Nothing is tuned at run time.
 
-    resident   the whole row in registers: one read, one write
+    resident   the whole row in registers, of one program or of a cluster of them (`cluster`): one read, one write
     parts      a row in the shared memory of a group of thread blocks (`parts`): one read, one write, however wide
     streamed   two passes over blocks of the row: (m, l) online, then the result; two reads, one write: what no other plan takes
 
@@ -21,8 +21,14 @@ class Plan:
     programs_per_sm: int = 0  # streamed only
     registers: int | None = None  # at most, a thread: that programs share an SM
     narrow: bool = False  # the row waits in the 16 bits it came in, and is widened for each use
+    parts: int = 1  # thread blocks of a cluster that share the row, which then is longer than `block_n`
+
+    def span(self, n: int) -> int:
+        """Elements of a part: whole lines of memory."""
+        return min(self.block_n, -(-n // (self.parts * SPAN)) * SPAN)
 
 
+SPAN = 64  # elements: 128 bytes and more
 # Along the row: width, a power of two → warps of the program that holds one row, forward and backward. Measured on an H200 (2²⁷ elements)
 # beside half and twice as many warps: within 2 % of the best in the mean of bf16 and fp32, 4.0–4.3 TB/s up to 8192 columns.
 RESIDENT_WARPS = {1024: (2, 2), 2048: (4, 4), 4096: (8, 8), 8192: (16, 8), 16384: (16, 16), 32768: (16, 16)}
@@ -60,6 +66,26 @@ def choose(n: int, across: bool, edges: bool = False, forward: bool = True, narr
         warps, registers = NARROW[width]
         return Plan(True, 1, width, warps, registers=registers, narrow=True)
     return Plan(True, 1, width, min(16, width // (32 * EDGES_EACH)) if edges else RESIDENT_WARPS[width][not forward])
+
+
+# Longer rows on clusters: columns of a thread block, its warps and registers. TB/s, and in parts, a copy 4.15 to 4.2: bf16 65536 4.09
+# (3.43), 131072 4.05 (3.46; 3.92 without the limit of 72 registers, so that seven blocks share an SM), 262144 3.70 (3.50); fp32 131072
+# 4.04 (3.69), 262144 3.74 (3.83, so it stays there).
+CLUSTER = (8192, 8, None)
+CLUSTER_NARROW = ((131072, (8192, 4, 72)), (262144, (16384, 8, None)))
+CLUSTER_MOST = 16  # thread blocks of a cluster
+
+
+def choose_cluster(n: int, edges: bool, backward: bool, narrow: bool) -> Plan | None:
+    """The cluster for rows of `n` elements that no program's registers hold.
+
+    None where a cluster's do not either, and for gradients of rows with edges: 50257 columns 3.10 TB/s, 3.20 in parts.
+    """
+    widths = CLUSTER_NARROW if narrow and not backward else ((CLUSTER_MOST * CLUSTER[0], CLUSTER),)
+    for width, (block, warps, registers) in widths:
+        if n <= width and not (backward and edges):
+            return Plan(True, 1, block, warps, registers=registers, narrow=narrow and not backward, parts=-(-n // block))
+    return None
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class Rows:
     def programs(self, device: torch.device) -> int:
         """One for each tile, or as many as a streamed plan keeps in flight."""
         if self.plan.resident:
-            return self.tiles
+            return self.tiles * self.plan.parts
         processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
         return min(self.tiles, self.plan.programs_per_sm * processors)
 
@@ -77,9 +77,9 @@ class Rows:
         plan = self.plan
         reach = (self.n + plan.block_n + 2 * self.vector * self.edges) * max(1, *(s[3] for s in self.strides.values()))
         shape = {"n": self.n, "n0": self.n0, "n1": self.n1, "groups": self.groups, "tiles_a_group": self.tiles_a_group,
-                 "tiles": self.tiles, "blocks": triton.cdiv(self.n, plan.block_n)}
+                 "tiles": self.tiles, "blocks": triton.cdiv(self.n, plan.block_n), "span": plan.span(self.n)}
         constants = {"FLAT": self.groups == 1, "PACKED": self.packed, "WIDE": reach > INT32_MAX, "VECTOR": self.vector, "EDGES": self.edges,
-                     "MASK_VECTOR": self.mask_vector, "BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n}
+                     "MASK_VECTOR": self.mask_vector, "BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "PARTS": plan.parts}
         return shape | constants | {f"strides_{name}": steps for name, steps in self.strides.items()}
 
 
@@ -164,16 +164,24 @@ def lead(strides, i2, i1, i0, VECTOR: tl.constexpr, EDGES: tl.constexpr):
 
 
 @triton.jit
-def columns(block, lead, n, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr):
-    """Indices w of a block of whole vectors, in 64 bits where they or their distances need it, and which of them are the row's."""
+def columns(block, step, lead, n, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
+            CUT: tl.constexpr = False):
+    """Indices w of a block of whole vectors, in 64 bits where they or their distances need it, and which of them are the row's.
+
+    Blocks begin `step` elements after each other; CUT: a block ends where the next one begins.
+    """
     if WIDE:
         block = tl.cast(block, tl.int64)
-    w = block * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    first = block * (step // VECTOR * VECTOR)
+    w = first + tl.arange(0, BLOCK_N)[None, :]
     if EDGES:
         w += VECTOR
+        first += VECTOR
         keep = w // VECTOR * VECTOR + VECTOR <= lead + n
     else:
         keep = w // VECTOR * VECTOR < n
+    if CUT:
+        keep &= w // VECTOR * VECTOR < first + step
     return w, keep
 
 

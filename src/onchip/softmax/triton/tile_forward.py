@@ -6,10 +6,10 @@ takes five, to keep results below 2⁻¹²⁶.
 import triton
 import triton.language as tl
 
+from onchip.softmax.triton.cluster import INTERPRETED, enter, exchange
 from onchip.softmax.triton.rows import begin, columns, ends, lead, locate
 
 LOG2E = tl.constexpr(1.4426950408889634)
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 Y, LOG_Y, SUM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what is wanted: y, log y or log Σ exp s
 
 
@@ -75,16 +75,53 @@ def _normalise(s, shift, l, WANTED: tl.constexpr, HIDING: tl.constexpr):
 
 
 @triton.jit
-def _resident(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, scale, n, n0, n1, groups, tiles_a_group,
+def _end_scores(x, mask, bias, step_mask, step_bias, lead, i0, exists, scale, n, n0, VECTOR: tl.constexpr, SCALED: tl.constexpr,
+                MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr):
+    """s of a row's first vector and its last one, element by element."""
+    w, keep = ends(lead, n, VECTOR)
+    return _scores(x, mask, bias, 1, step_mask, step_bias, w, keep, lead, i0, exists, scale, n, n0, SCALED, MASKED, BIASED, CAUSAL)
+
+
+@triton.jit
+def _join(m, l, s, WANTED: tl.constexpr):
+    """m and l with a block more: l is rescaled by exp(m_old − m)."""
+    m_old = m
+    m = tl.maximum(m, tl.max(s, axis=1))
+    return m, l * _exp(m_old - _shift(m, WANTED)) + tl.sum(_exp(s - _shift(m, WANTED)[:, None]), axis=1)
+
+
+@triton.jit
+def _statistics(x, mask, bias, step_x, step_mask, step_bias, lead, i0, exists, scale, n, n0, blocks, step, WIDE: tl.constexpr,
+                VECTOR: tl.constexpr, EDGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CUT: tl.constexpr,
+                WANTED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr):
+    """m and l of whole rows, block by block."""
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    if EDGES:
+        s = _end_scores(x, mask, bias, step_mask, step_bias, lead, i0, exists, scale, n, n0, VECTOR, SCALED, MASKED, BIASED, CAUSAL)
+        m, l = _join(m, l, s, WANTED)
+    for block in range(blocks):
+        w, keep = columns(block, step, lead, n, BLOCK_N, WIDE, VECTOR, EDGES, CUT)
+        s = _scores(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, scale, n, n0, SCALED, MASKED, BIASED, CAUSAL)
+        m, l = _join(m, l, s, WANTED)
+    return m, l
+
+
+@triton.jit
+def _resident(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, scale, n, n0, n1, groups, tiles_a_group, span,
               FLAT: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
-              MASK_VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WANTED: tl.constexpr, SCALED: tl.constexpr,
-              MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr, NARROW: tl.constexpr):
-    """A tile of whole rows, read once and written once. NARROW: elements of 16 bits wait as such, and are widened for each use."""
-    i2, i1, i0, exists = locate(tl.program_id(0), n0, n1, groups, tiles_a_group, FLAT, PACKED, BLOCK_M)
+              MASK_VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, WANTED: tl.constexpr,
+              SCALED: tl.constexpr, MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr, NARROW: tl.constexpr):
+    """A tile of whole rows, or one of PARTS parts of a row, `span` elements each; read once and written once.
+
+    NARROW: elements of 16 bits wait as such, and are widened for each use.
+    """
+    part, tile, mail = enter(tl.program_id(0), PARTS)
+    i2, i1, i0, exists = locate(tile, n0, n1, groups, tiles_a_group, FLAT, PACKED, BLOCK_M)
     before = lead(strides_x, i2, i1, i0, VECTOR, EDGES)
     row_x, row_mask = begin(x, strides_x, i2, i1, i0, VECTOR), begin(mask, strides_mask, i2, i1, i0, MASK_VECTOR)
     row_bias = begin(bias, strides_bias, i2, i1, i0, 1)
-    w, keep = columns(0, before, n, BLOCK_N, WIDE, VECTOR, EDGES)
+    w, keep = columns(part, span, before, n, BLOCK_N, WIDE, VECTOR, EDGES, PARTS > 1)
     if NARROW:
         seen = _seen(w, keep, before, i0, exists, n, n0, CAUSAL)
         narrow = tl.load(row_x + w * strides_x[3], mask=seen, other=0.0 if SCALED else float("-inf"))
@@ -92,27 +129,45 @@ def _resident(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias
     else:
         s = _scores(row_x, row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], w, keep, before, i0, exists, scale, n, n0,
                     SCALED, MASKED, BIASED, CAUSAL)
+    if EDGES and PARTS == 1:  # asked for with the others; in a cluster most parts need none
+        s_ends = _end_scores(row_x, row_mask, row_bias, strides_mask[3], strides_bias[3], before, i0, exists, scale, n, n0, VECTOR, SCALED,
+                             MASKED, BIASED, CAUSAL)
     m = tl.max(s, axis=1)
-    if EDGES:
-        w_ends, keep_ends = ends(before, n, VECTOR)
-        s_ends = _scores(row_x, row_mask, row_bias, 1, strides_mask[3], strides_bias[3], w_ends, keep_ends, before, i0, exists, scale, n,
-                         n0, SCALED, MASKED, BIASED, CAUSAL)
+    if EDGES and PARTS == 1:
         m = tl.maximum(m, tl.max(s_ends, axis=1))
-    shift = _shift(m, WANTED)
     if NARROW:
         s = _widen(narrow, seen, scale, SCALED)
-    l = tl.sum(_exp(s - shift[:, None]), axis=1)
-    if EDGES:
-        l += tl.sum(_exp(s_ends - shift[:, None]), axis=1)
+    l = tl.sum(_exp(s - _shift(m, WANTED)[:, None]), axis=1)
+    if EDGES and PARTS == 1:
+        l += tl.sum(_exp(s_ends - _shift(m, WANTED)[:, None]), axis=1)
+    if EDGES and PARTS > 1:  # noqa: SIM102  known when it is compiled
+        if part == 0:
+            s_ends = _end_scores(row_x, row_mask, row_bias, strides_mask[3], strides_bias[3], before, i0, exists, scale, n, n0, VECTOR,
+                                 SCALED, MASKED, BIASED, CAUSAL)
+            m, l = _join(m, l, s_ends, WANTED)
+    if PARTS > 1:
+        if INTERPRETED:  # programs run one after another: each works out the whole row's
+            m, l = _statistics(row_x, row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], before, i0, exists, scale, n, n0,
+                               PARTS, span, WIDE, VECTOR, EDGES, BLOCK_M, BLOCK_N, True, WANTED, SCALED, MASKED, BIASED, CAUSAL)
+        else:
+            ms, ls = exchange(m, l, mail, PARTS)
+            m = tl.max(ms, axis=1)
+            l = tl.sum(ls * _exp(ms - _shift(m, WANTED)[:, None]), axis=1)
+    shift = _shift(m, WANTED)
     if WANTED == SUM:
-        tl.store(y + i2 * strides_y[0] + i1 * strides_y[1] + i0 * strides_y[2], shift + tl.log(l), mask=exists)
+        tl.store(y + i2 * strides_y[0] + i1 * strides_y[1] + i0 * strides_y[2], shift + tl.log(l), mask=exists & (part == 0))
     else:
         row_y = begin(y, strides_y, i2, i1, i0, VECTOR)
         if NARROW:
             s = _widen(narrow, seen, scale, SCALED)
         tl.store(row_y + w * strides_y[3], _normalise(s, shift, l, WANTED, MASKED or CAUSAL), mask=exists[:, None] & keep)
-        if EDGES:
-            tl.store(row_y + w_ends, _normalise(s_ends, shift, l, WANTED, MASKED or CAUSAL), mask=exists[:, None] & keep_ends)
+        if EDGES:  # noqa: SIM102  as above
+            if part == 0:
+                if PARTS > 1:
+                    s_ends = _end_scores(row_x, row_mask, row_bias, strides_mask[3], strides_bias[3], before, i0, exists, scale, n, n0,
+                                         VECTOR, SCALED, MASKED, BIASED, CAUSAL)
+                w_ends, keep_ends = ends(before, n, VECTOR)
+                tl.store(row_y + w_ends, _normalise(s_ends, shift, l, WANTED, MASKED or CAUSAL), mask=exists[:, None] & keep_ends)
 
 
 @triton.jit
@@ -126,31 +181,21 @@ def _streamed(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias
         before = lead(strides_x, i2, i1, i0, VECTOR, EDGES)
         row_x, row_mask = begin(x, strides_x, i2, i1, i0, VECTOR), begin(mask, strides_mask, i2, i1, i0, MASK_VECTOR)
         row_bias = begin(bias, strides_bias, i2, i1, i0, 1)
-        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        l = tl.zeros([BLOCK_M], tl.float32)
-        if EDGES:
-            w_ends, keep_ends = ends(before, n, VECTOR)
-            s_ends = _scores(row_x, row_mask, row_bias, 1, strides_mask[3], strides_bias[3], w_ends, keep_ends, before, i0, exists, scale,
-                             n, n0, SCALED, MASKED, BIASED, CAUSAL)
-            m = tl.max(s_ends, axis=1)
-            l = tl.sum(_exp(s_ends - _shift(m, WANTED)[:, None]), axis=1)
-        for block in range(blocks):
-            w, keep = columns(block, before, n, BLOCK_N, WIDE, VECTOR, EDGES)
-            s = _scores(row_x, row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], w, keep, before, i0, exists, scale, n,
-                        n0, SCALED, MASKED, BIASED, CAUSAL)
-            m_old = m
-            m = tl.maximum(m, tl.max(s, axis=1))
-            l = l * _exp(m_old - _shift(m, WANTED)) + tl.sum(_exp(s - _shift(m, WANTED)[:, None]), axis=1)
+        m, l = _statistics(row_x, row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], before, i0, exists, scale, n, n0,
+                           blocks, BLOCK_N, WIDE, VECTOR, EDGES, BLOCK_M, BLOCK_N, False, WANTED, SCALED, MASKED, BIASED, CAUSAL)
         if WANTED == SUM:
             tl.store(y + i2 * strides_y[0] + i1 * strides_y[1] + i0 * strides_y[2], _shift(m, WANTED) + tl.log(l), mask=exists)
         else:
             row_y = begin(y, strides_y, i2, i1, i0, VECTOR)
             for back in range(blocks):  # backwards: what was read last is nearest
-                w, keep = columns(blocks - 1 - back, before, n, BLOCK_N, WIDE, VECTOR, EDGES)
+                w, keep = columns(blocks - 1 - back, BLOCK_N, before, n, BLOCK_N, WIDE, VECTOR, EDGES)
                 s = _scores(row_x, row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], w, keep, before, i0, exists, scale,
                             n, n0, SCALED, MASKED, BIASED, CAUSAL)
                 tl.store(row_y + w * strides_y[3], _normalise(s, _shift(m, WANTED), l, WANTED, MASKED or CAUSAL),
                          mask=exists[:, None] & keep)
             if EDGES:
+                s_ends = _end_scores(row_x, row_mask, row_bias, strides_mask[3], strides_bias[3], before, i0, exists, scale, n, n0, VECTOR,
+                                     SCALED, MASKED, BIASED, CAUSAL)
+                w_ends, keep_ends = ends(before, n, VECTOR)
                 tl.store(row_y + w_ends, _normalise(s_ends, _shift(m, WANTED), l, WANTED, MASKED or CAUSAL),
                          mask=exists[:, None] & keep_ends)

@@ -1,8 +1,9 @@
 """The k largest of each row and log Σ exp of it, from one read: log Σ exp is online (Milakov & Gimelshein, arXiv 1805.02867, Alg. 4), and
 sorting sees only a few elements of a row.
 
-    maxima   reads x once; leaves in memory the largest of every GROUP = 64 neighbours, and (m, l) of every block of them
-    select   k groups hold the k largest elements: finds those with the largest maxima, reads them again, sorts k · 64 elements
+    part     a program reads a row, or a part of one, by chunks. Each thread keeps an (m, l) of its own and, of every chunk, the largest of
+             its elements: these are a *group*. The k groups with the largest maxima hold the k largest elements; they are read again
+    merge    where rows are cut in parts: the k largest of what the parts found
 
 Rows of up to 1024 elements are sorted whole, several by one program. A *key* is an integer in the order of the values, with the place
 below it. A NaN need not be among the maxima, nor then among the largest: it makes l NaN, and so all values of its row.
@@ -15,12 +16,17 @@ import triton.language as tl
 from torch import Tensor
 
 from onchip.softmax.triton.launch import Launch, kind, remembered
-from onchip.softmax.triton.rows import begin, fold, lead, locate
+from onchip.softmax.triton.rows import fold, locate
 
 LOG2E = tl.constexpr(1.4426950408889634)
-GROUP, BLOCK, WARPS = 64, 8192, 8
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # the first m: finite, so that −∞ − m is not NaN
 MAXIMA = tl.constexpr(16)  # up to so many are found one by one, in a quarter of the instructions of a bitonic sort
+RUN = tl.constexpr(8)  # neighbours that a thread reads at once
 WHOLE = 1024  # elements of the longest row that is sorted at once
+WARPS = 4
+CHUNKS = 16  # of a program at most: a register each
+PROGRAMS_PER_SM = 8  # by 64 registers a thread
 
 
 @triton.jit
@@ -55,17 +61,31 @@ def _value(keys, NARROW: tl.constexpr, LEAST: tl.constexpr):
 
 
 @triton.jit
-def _largest(keys, k, K: tl.constexpr, LEAST: tl.constexpr):
-    """The k largest of each row of distinct keys, [rows, K], largest first, then LEAST or smaller ones."""
-    if K <= MAXIMA:
-        i = tl.arange(0, K)[None, :]
-        best = tl.full([keys.shape[0], K], LEAST, keys.dtype)
-        for at in range(k):
-            most = tl.max(keys, axis=1)[:, None]
-            best = tl.where(i == at, most, best)
-            keys = tl.where(keys == most, LEAST, keys)
+def _one_by_one(keys, k, I: tl.constexpr, LEAST: tl.constexpr):
+    """The k largest of each row of distinct keys, [rows, I], largest first, then LEAST; keys: [repeats, rows, columns]."""
+    i = tl.arange(0, I)[None, :]
+    best = tl.full([keys.shape[1], I], LEAST, keys.dtype)
+    for at in range(k):
+        most = tl.max(tl.max(keys, axis=0), axis=1)
+        best = tl.where(i == at, most[:, None], best)
+        keys = tl.where(keys == most[None, :, None], LEAST, keys)
+    return best
+
+
+@triton.jit
+def _largest(keys, k, K: tl.constexpr, WARPS: tl.constexpr, LEAST: tl.constexpr):
+    """The k largest of distinct keys, [K], largest first, then LEAST or smaller ones; the number of keys is a multiple of 32 · WARPS.
+
+    Each warp finds those of its own keys without a word to the others, k of WARPS · K: a key's rank is the number of larger ones.
+    """
+    N: tl.constexpr = keys.numel
+    if K > MAXIMA:
+        best = tl.reshape(tl.topk(tl.reshape(keys, [1, N]), K), [K])
     else:
-        best = tl.topk(keys, K)
+        found = _one_by_one(tl.reshape(keys, [N // (32 * WARPS), WARPS, 32]), k, 32, LEAST)  # one a lane, so that none needs moving
+        found = tl.reshape(tl.max(tl.reshape(found, [WARPS, 32 // K, K]), axis=1), [WARPS * K])
+        rank = tl.sum((found[None, :] > found[:, None]).to(tl.int32), axis=1)
+        best = tl.max(tl.where(rank[:, None] == tl.arange(0, K)[None, :], found[:, None], LEAST), axis=0)
     return best
 
 
@@ -87,11 +107,13 @@ def _whole(x, values, indices, sums, strides_x, n, n0, n1, groups, tiles_a_group
     i2, i1, i0, exists = locate(tl.program_id(0), n0, n1, groups, tiles_a_group, False, True, BLOCK_M)
     j = tl.arange(0, BLOCK_N)[None, :]
     keep = exists[:, None] & (j < n)
-    s = tl.load(begin(x, strides_x, i2, i1, i0, 1) + j * strides_x[3], mask=keep, other=float("-inf")).to(tl.float32)
+    start = (i2 * strides_x[0] + i1 * strides_x[1] + i0 * strides_x[2])[:, None]
+    s = tl.load(x + start + j.to(tl.int64) * strides_x[3], mask=keep, other=float("-inf")).to(tl.float32)
     m = tl.max(s, axis=1)
     shift = tl.where(m == float("-inf"), 0.0, m)
     l = tl.sum(tl.exp2((s - shift[:, None]) * LOG2E), axis=1)
-    best = _largest(tl.where(keep, _keys(s, j, NARROW), LEAST), k, K, LEAST)  # [BLOCK_M, K]
+    keys = tl.where(keep, _keys(s, j, NARROW), LEAST)
+    best = _one_by_one(keys[None, :, :], k, K, LEAST) if K <= MAXIMA else tl.topk(keys, K)  # [BLOCK_M, K]
     row, i = (tl.cast(tl.program_id(0), tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None], tl.arange(0, K)[None, :]
     wanted = exists[:, None] & (i < k)
     tl.store(values + row * k + i, _weights(_value(best, NARROW, LEAST), i, shift[:, None], l[:, None], k, RENORMALISE), mask=wanted)
@@ -100,54 +122,130 @@ def _whole(x, values, indices, sums, strides_x, n, n0, n1, groups, tiles_a_group
 
 
 @triton.jit
-def _maxima(x, maxima, statistics, strides_x, n, n0, n1, blocks, VECTOR: tl.constexpr, EDGES: tl.constexpr, GROUP: tl.constexpr,
-            BLOCK: tl.constexpr):
-    """A block of a row: the largest of each group of it, its m and its l."""
-    row, block = tl.cast(tl.program_id(0) // blocks, tl.int64), tl.program_id(0) % blocks
-    i2, i1, i0 = row // n0 // n1 + tl.arange(0, 1), row // n0 % n1 + tl.arange(0, 1), row % n0 + tl.arange(0, 1)
-    before = lead(strides_x, i2, i1, i0, VECTOR, EDGES)
-    g = tl.arange(0, BLOCK // GROUP)
-    w = block * BLOCK + g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    keep = w // VECTOR * VECTOR < before + n
-    s = tl.load(begin(x, strides_x, i2, i1, i0, VECTOR) + w * strides_x[3], mask=keep, other=float("-inf")).to(tl.float32)
-    if EDGES:
-        s = tl.where((w >= before) & (w < before + n), s, float("-inf"))
-    largest = tl.max(s, axis=1)
-    m = tl.max(largest, axis=0)
-    shift = tl.where(m == float("-inf"), 0.0, m)
-    l = tl.sum(tl.exp2((s - shift) * LOG2E))
-    tl.store(maxima + (row * blocks + block) * (BLOCK // GROUP) + g, largest)
-    tl.store(statistics + (row * blocks + block) * 2, shift)
-    tl.store(statistics + (row * blocks + block) * 2 + 1, l)
+def _larger(a, b, NARROW: tl.constexpr):
+    """The larger of a and b, of two 16-bit elements by one instruction; NaN only where both are."""
+    if NARROW == "fp32" or INTERPRETED:
+        most = tl.maximum(a, b).to(a.dtype)
+    elif NARROW == "bf16":
+        most = tl.inline_asm_elementwise("max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=a.dtype, is_pure=True, pack=2)
+    else:
+        most = tl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=a.dtype, is_pure=True, pack=2)
+    return most
 
 
 @triton.jit
-def _select(x, maxima, statistics, values, indices, sums, strides_x, n, n0, n1, blocks, k, VECTOR: tl.constexpr, EDGES: tl.constexpr,
-            GROUP: tl.constexpr, A_BLOCK: tl.constexpr, BLOCKS: tl.constexpr, K: tl.constexpr, NARROW: tl.constexpr, LEAST: tl.constexpr,
-            RENORMALISE: tl.constexpr):
-    """A row: its k largest from A_BLOCK maxima of each of its (at most BLOCKS) blocks."""
+def _widen(s, NARROW: tl.constexpr):
+    """s in float32: two bfloat16 by two instructions; the compiler takes three."""
+    if NARROW != "bf16" or INTERPRETED:
+        wide = s.to(tl.float32)
+    else:
+        wide = tl.inline_asm_elementwise("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [s], dtype=tl.float32, is_pure=True,
+                                         pack=2)
+    return wide
+
+
+@triton.jit
+def _elements(group, r, e, VECTORS: tl.constexpr, THREADS: tl.constexpr):
+    """Places w of element e of run r of groups. A group's runs lie THREADS runs apart, so that threads read neighbours."""
+    return (group // THREADS * VECTORS + r) * (THREADS * RUN) + group % THREADS * RUN + e
+
+
+@triton.jit
+def _chunk(row, c, last, step, before, n, VECTOR: tl.constexpr, EDGES: tl.constexpr, WIDE: tl.constexpr, THREADS: tl.constexpr,
+           VECTORS: tl.constexpr):
+    """The elements of a chunk, VECTORS tensors [THREADS, RUN], −∞ outside the row."""
+    xs = ()
+    for r in tl.static_range(VECTORS):
+        w = _elements(c * THREADS + tl.arange(0, THREADS)[:, None], r, tl.arange(0, RUN)[None, :], VECTORS, THREADS)
+        at = row + (w.to(tl.int64) * step if WIDE else w * step)
+        xs = xs + (tl.load(at, mask=w // VECTOR * VECTOR < before + n, other=float("-inf")),)  # noqa: RUF005  Triton has no stars
+    if EDGES:  # noqa: SIM102  a choice at compile time, and one at run time
+        if (c == 0) | (c == last):
+            least = tl.full([1, 1], float("-inf"), tl.float32).to(xs[0].dtype)
+            inner = ()
+            for r in tl.static_range(VECTORS):
+                w = _elements(c * THREADS + tl.arange(0, THREADS)[:, None], r, tl.arange(0, RUN)[None, :], VECTORS, THREADS)
+                inner = inner + (tl.where((w >= before) & (w < before + n), xs[r], least),)  # noqa: RUF005
+            xs = inner
+    return xs
+
+
+@triton.jit
+def _part(x, values, indices, sums, strides_x, n, n0, n1, parts, chunks, a_part, k, VECTOR: tl.constexpr, EDGES: tl.constexpr,
+          WIDE: tl.constexpr, WARPS: tl.constexpr, VECTORS: tl.constexpr, CHUNKS: tl.constexpr, Q: tl.constexpr, K: tl.constexpr,
+          NARROW: tl.constexpr, LEAST: tl.constexpr, RENORMALISE: tl.constexpr, ALONE: tl.constexpr):
+    """A row, or (not ALONE) a part of one: s and w of its k largest instead of values and indices, and its m and l.
+
+    A part has `a_part` ≤ CHUNKS of the row's `chunks`.
+    """
+    THREADS: tl.constexpr = 32 * WARPS
+    row = tl.cast(tl.program_id(0) // parts, tl.int64)
+    start = row // n0 // n1 * strides_x[0] + row // n0 % n1 * strides_x[1] + row % n0 * strides_x[2]
+    before = (start % VECTOR).to(tl.int32) if EDGES else 0
+    x += start // VECTOR * VECTOR
+    first = tl.program_id(0) % parts * a_part
+    m = tl.full([THREADS], LOWEST, tl.float32)
+    l = tl.zeros([THREADS], tl.float32)
+    c, t = tl.arange(0, CHUNKS)[:, None], tl.arange(0, THREADS)[None, :]
+    maxima = tl.full([CHUNKS, THREADS], float("-inf"), tl.float32)
+    for at in range(first, tl.minimum(first + a_part, chunks)):
+        xs = _chunk(x, at, chunks - 1, strides_x[3], before, n, VECTOR, EDGES, WIDE, THREADS, VECTORS)
+        most = xs[0]
+        for r in tl.static_range(1, VECTORS):
+            most = _larger(most, xs[r], NARROW)
+        largest = tl.max(most.to(tl.float32), axis=1)
+        shift = tl.maximum(m, largest)
+        e = tl.zeros([THREADS, RUN], tl.float32)
+        for r in tl.static_range(VECTORS):
+            e += tl.exp2((_widen(xs[r], NARROW) - shift[:, None]) * LOG2E)
+        l = l * tl.exp2((m - shift) * LOG2E) + tl.sum(e, axis=1)
+        m = shift
+        maxima = tl.where(c + first == at, largest[None, :], maxima)
+    shift = tl.max(m, axis=0)
+    l = tl.sum(l * tl.exp2((m - shift) * LOG2E), axis=0)
+
+    groups = (first + c) * THREADS + t
+    exists = (c < a_part) & (_elements(groups, 0, 0, VECTORS, THREADS) < before + n)
+    best = _largest(tl.where(exists, _keys(maxima, c * THREADS + t, NARROW), LEAST), k, K, WARPS, LEAST)  # [K]
+    group, i = tl.where(best > LEAST, _place(best, NARROW) + first * THREADS, 0), tl.arange(0, K)
+    q = tl.arange(0, K * Q)  # all candidates
+    w = _elements(tl.gather(group, q // Q, 0), q % Q // RUN, q % RUN, VECTORS, THREADS)
+    keep = (q % Q // RUN < VECTORS) & (w >= before) & (w < before + n) & (tl.gather(best, q // Q, 0) > LEAST)
+    s = tl.load(x + (w.to(tl.int64) * strides_x[3] if WIDE else w * strides_x[3]), mask=keep, other=0.0).to(tl.float32)
+    best = _largest(tl.where(keep, _keys(s, q, NARROW), LEAST), k, K, WARPS, LEAST)
+    s, q = _value(best, NARROW, LEAST), tl.where(best > LEAST, _place(best, NARROW), 0)
+    w = _elements(tl.gather(group, q // Q, 0), q % Q // RUN, q % RUN, VECTORS, THREADS) - before
+    to = tl.cast(tl.program_id(0), tl.int64)
+    if ALONE:
+        tl.store(values + to * k + i, tl.reshape(_weights(s[None, :], i[None, :], shift, l, k, RENORMALISE), [K]), mask=i < k)
+        tl.store(indices + to * k + i, w.to(tl.int64), mask=i < k)
+        tl.store(sums + to, shift + tl.log(l))
+    else:
+        tl.store(values + to * k + i, s, mask=i < k)
+        tl.store(indices + to * k + i, tl.where(best > LEAST, w, -1), mask=i < k)
+        tl.store(sums + to * 2, shift)
+        tl.store(sums + to * 2 + 1, l)
+
+
+@triton.jit
+def _merge(found, places, statistics, values, indices, sums, parts, k, WARPS: tl.constexpr, PARTS: tl.constexpr, CANDIDATES: tl.constexpr,
+           K: tl.constexpr, NARROW: tl.constexpr, LEAST: tl.constexpr, RENORMALISE: tl.constexpr):
+    """A row: its k largest of those of its (at most PARTS) parts."""
     row = tl.cast(tl.program_id(0), tl.int64)
-    i2, i1, i0 = row // n0 // n1 + tl.arange(0, 1), row // n0 % n1 + tl.arange(0, 1), row % n0 + tl.arange(0, 1)
-    before = lead(strides_x, i2, i1, i0, VECTOR, EDGES)
-    b = tl.arange(0, BLOCKS)
-    m = tl.load(statistics + (row * blocks + b) * 2, mask=b < blocks, other=float("-inf"))
-    l = tl.load(statistics + (row * blocks + b) * 2 + 1, mask=b < blocks, other=0.0)
+    p = tl.arange(0, PARTS)
+    m = tl.load(statistics + (row * parts + p) * 2, mask=p < parts, other=LOWEST)
+    l = tl.load(statistics + (row * parts + p) * 2 + 1, mask=p < parts, other=0.0)
     shift = tl.max(m, axis=0)
     l = tl.sum(tl.exp2((m - shift) * LOG2E) * l, axis=0)
     tl.store(sums + row, shift + tl.log(l))
-    g = tl.arange(0, A_BLOCK * BLOCKS)[None, :]
-    largest = tl.load(maxima + row * blocks * A_BLOCK + g, mask=g < blocks * A_BLOCK, other=float("-inf"))
-    best = _largest(tl.where(g * GROUP < before + n, _keys(largest, g, NARROW), LEAST), k, K, LEAST)  # [1, K]
-    group, i, c = _place(best, NARROW), tl.arange(0, K), tl.arange(0, GROUP)[None, :]
-    w = tl.reshape(group, [K, 1]) * GROUP + c  # [K, GROUP]: all candidates
-    keep = tl.reshape(best > LEAST, [K, 1]) & (w >= before) & (w < before + n)
-    s = tl.load(begin(x, strides_x, i2, i1, i0, VECTOR) + w * strides_x[3], mask=keep, other=0.0).to(tl.float32)
-    keys = tl.where(keep, _keys(s, i[:, None] * GROUP + c, NARROW), LEAST)
-    first = _largest(tl.reshape(keys, [1, K * GROUP]), k, K, LEAST)  # [1, K]
-    place, i = _place(first, NARROW), i[None, :]
-    group = tl.sum(tl.where((place // GROUP)[:, :, None] == i[:, None, :], group[:, None, :], 0), axis=2)  # of the group the place is in
-    tl.store(values + row * k + i, _weights(_value(first, NARROW, LEAST), i, shift, l, k, RENORMALISE), mask=i < k)
-    tl.store(indices + row * k + i, (group * GROUP + place % GROUP - before).to(tl.int64), mask=i < k)
+    q, i = tl.arange(0, CANDIDATES), tl.arange(0, K)
+    s = tl.load(found + row * parts * k + q, mask=q < parts * k, other=0.0)
+    exists = tl.load(places + row * parts * k + q, mask=q < parts * k, other=-1) >= 0
+    best = _largest(tl.where(exists, _keys(s, q, NARROW), LEAST), k, K, WARPS, LEAST)
+    w = tl.load(places + row * parts * k + _place(best, NARROW), mask=best > LEAST, other=0)
+    s = _value(best, NARROW, LEAST)[None, :]
+    tl.store(values + row * k + i, tl.reshape(_weights(s, i[None, :], shift, l, k, RENORMALISE), [K]), mask=i < k)
+    tl.store(indices + row * k + i, w.to(tl.int64), mask=i < k)
 
 
 def topk(x: Tensor, k: int, dim: int, renormalise: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -161,22 +259,43 @@ def topk(x: Tensor, k: int, dim: int, renormalise: bool, dtype: torch.dtype) -> 
     if not sums.numel():
         return values, indices, sums
     key = ("topk", x.shape, *kind(x), k, dim, renormalise, dtype)
-    found = remembered(x.device, key, lambda: _launches(x, k, dim, renormalise))
-    if found is None:
+    launches = remembered(x.device, key, lambda: _launches(x, k, dim, renormalise))
+    if launches is None:
         return topk(x.contiguous(), k, dim, renormalise, dtype)
-    *before, last, blocks = found
-    if not before:
-        last(x, values, indices, sums)
+    if len(launches) == 1:
+        launches[0](x, values, indices, sums)
         return values, indices, sums
-    maxima = torch.empty(sums.numel() * blocks * (BLOCK // GROUP), dtype=torch.float32, device=x.device)
-    statistics = torch.empty(sums.numel() * blocks * 2, dtype=torch.float32, device=x.device)
-    before[0](x, maxima, statistics)
-    last(x, maxima, statistics, values, indices, sums)
+    part, merge = launches
+    found = torch.empty(part.grid * k, dtype=torch.float32, device=x.device)
+    places = torch.empty(part.grid * k, dtype=torch.int32, device=x.device)
+    statistics = torch.empty(part.grid * 2, dtype=torch.float32, device=x.device)
+    part(x, found, places, statistics)
+    merge(found, places, statistics, values, indices, sums)
     return values, indices, sums
 
 
+def chunks_of(runs: int, most: int) -> tuple[int, int]:
+    """Runs that a thread reads at once, at most so many, and how often: what leaves the fewest of them empty. A chunk costs half a run."""
+    return min(((v, triton.cdiv(runs, v)) for v in range(min(runs, most), most // 2, -1)), key=lambda vc: vc[1] * (vc[0] + 0.5),
+               default=(runs, 1))
+
+
+def parts_of(rows: int, chunks: int, processors: int) -> int:
+    """Parts that rows of so many chunks are cut in: as few as registers hold the maxima of, and as leave no SM idle for long.
+
+    A last round of few programs takes as long as a full one. Where there are many rounds it hardly matters; else a merge is cheaper.
+    """
+    parts = triton.cdiv(chunks, CHUNKS)
+    while parts < chunks:
+        rounds = rows * parts / (PROGRAMS_PER_SM * processors)
+        if rounds >= 4 or 0.5 <= rounds <= 1 or (rounds > 1 and rounds % 1 >= 0.3):
+            break
+        parts = min(chunks, 2 * parts)
+    return triton.cdiv(chunks, triton.cdiv(chunks, parts))
+
+
 def _launches(x: Tensor, k: int, dim: int, renormalise: bool) -> tuple[Any, ...] | None:
-    """The launches of a call, and the blocks of a row."""
+    """The launches of a call."""
     rows = fold({"x": x}, dim, wide=("x",))
     if rows is None:
         return None
@@ -187,10 +306,22 @@ def _launches(x: Tensor, k: int, dim: int, renormalise: bool) -> tuple[Any, ...]
     place = {"strides_x": rows.strides["x"], "n": rows.n, "n0": rows.n0, "n1": rows.n1, "groups": rows.groups, "tiles_a_group": 1}
     if rows.n <= WHOLE:
         block_m = WHOLE // width
-        return Launch(_whole, triton.cdiv(rows.count, block_m), 4, {**place, **sorting, "BLOCK_M": block_m, "BLOCK_N": width},
-                      {"num_warps": 4}), 1
-    blocks = triton.cdiv(rows.n + (rows.vector - 1) * rows.edges, BLOCK)
-    tiles = {**place, "blocks": blocks, "VECTOR": rows.vector, "EDGES": rows.edges, "GROUP": GROUP, "BLOCK": BLOCK,
-             "A_BLOCK": BLOCK // GROUP, "BLOCKS": triton.next_power_of_2(blocks)}
-    return (Launch(_maxima, rows.count * blocks, 3, tiles, {"num_warps": WARPS}),
-            Launch(_select, rows.count, 6, {**tiles, **sorting}, {"num_warps": 1 if most <= MAXIMA.value else 4}), blocks)
+        return (Launch(_whole, triton.cdiv(rows.count, block_m), 4, {**place, **sorting, "BLOCK_M": block_m, "BLOCK_N": width},
+                       {"num_warps": 4}),)
+    run = 32 * WARPS * RUN.value
+    window = rows.n + (rows.vector - 1) * rows.edges
+    vectors, chunks = chunks_of(triton.cdiv(window, run), 4 if narrow == "fp32" or most > MAXIMA.value else 8)
+    on_card = x.device.type in ("cuda", "meta") and torch.cuda.is_available()  # `onchip inspect` makes launches for meta tensors
+    card = torch.cuda.get_device_properties(x.device if x.device.type == "cuda" else None) if on_card else None
+    parts = parts_of(rows.count, chunks, card.multi_processor_count if card else 1)
+    a_part = triton.cdiv(chunks, parts)
+    reach = (window + run * vectors) * max(1, rows.strides["x"][3])
+    named = {**place, **sorting, "parts": parts, "chunks": chunks, "a_part": a_part, "VECTOR": rows.vector, "EDGES": rows.edges,
+             "WIDE": reach >= 2**31, "WARPS": WARPS, "VECTORS": vectors, "CHUNKS": triton.next_power_of_2(a_part),
+             "Q": max(triton.next_power_of_2(vectors) * RUN.value, 32 * WARPS // most), "ALONE": parts == 1}
+    part = Launch(_part, rows.count * parts, 4, named, {"num_warps": WARPS})
+    if parts == 1:
+        return (part,)
+    candidates = max(32 * WARPS, triton.next_power_of_2(parts * k))
+    return part, Launch(_merge, rows.count, 6, {**named, "PARTS": triton.next_power_of_2(parts), "CANDIDATES": candidates},
+                        {"num_warps": WARPS})

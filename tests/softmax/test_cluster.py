@@ -1,0 +1,77 @@
+"""Rows cut in parts for a cluster: under the interpreter every program works out the whole row's sums, on a card they are exchanged."""
+import pytest
+import torch
+
+from onchip.softmax import logsumexp, softmax
+from onchip.softmax.triton import plan
+from onchip.testing.softmax import DEVICE, agree
+
+BOTH = pytest.mark.parametrize("log", [False, True])
+
+
+def data(*shape, dtype=torch.float32, seed=0):
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3).to(DEVICE, dtype)
+
+
+def cluster(parts, block=256, narrow=False):
+    return plan.Plan(True, 1, block, 4, parts=parts, narrow=narrow)
+
+
+@BOTH
+@pytest.mark.parametrize("features", [{}, {"causal": True}, {"scale": -0.5}, {"mask": True}, {"scale": 0.0}], ids=str)
+@pytest.mark.parametrize(("parts", "n"), [(2, 512), (3, 600), (3, 601), (5, 1023), (16, 4096), (16, 1030), (7, 70)])
+def test_rows_of_a_cluster(force, parts, n, features, log):
+    """Whole parts, ragged ones and empty ones; rows that start and end inside vectors."""
+    force(cluster(parts))
+    arguments = dict(features)
+    if arguments.get("mask"):
+        arguments["mask"] = (torch.rand(5, n, generator=torch.Generator().manual_seed(1)) < 0.5).to(DEVICE)
+    agree(data(1, 5, n), log=log, **arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("parts", "n"), [(2, 512), (3, 601), (16, 4090)])
+def test_rows_of_16_bits(force, parts, n, dtype):
+    force(cluster(parts, narrow=True))
+    x = data(1, 5, n, dtype=dtype)
+    agree(x)
+    agree(x, log=True, scale=-0.5)
+    agree(x, causal=True)
+    force(cluster(parts))
+    agree(x, dim=-1)
+
+
+@pytest.mark.parametrize("offset", [-200.0, 200.0])
+def test_a_part_that_is_hidden_altogether_has_no_say(force, offset):
+    """Its m is −∞ and its l 0: exp(0 − m) of the others would be infinite, and 0 · ∞ no number."""
+    force(cluster(3))
+    for hidden in (slice(0, 256), slice(256, 512), slice(512, 700)):
+        x = data(4, 700) + offset
+        x[:, hidden] = -torch.inf
+        torch.testing.assert_close(softmax(x, backend="triton"), torch.softmax(x, -1), rtol=1e-5, atol=1e-9)
+        torch.testing.assert_close(logsumexp(x, backend="triton"), torch.logsumexp(x, -1))
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_special_reaches_all_parts_of_its_row_and_no_other(force, poison):
+    force(cluster(3))
+    x = data(4, 700)
+    x[1, 300], x[2] = poison, -torch.inf
+    torch.testing.assert_close(softmax(x, backend="triton"), torch.softmax(x, -1), equal_nan=True, rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(logsumexp(x, backend="triton"), torch.logsumexp(x, -1), equal_nan=True)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_a_cluster_holds_the_row_in_parts_of_whole_lines(narrow, backward):
+    widest = 262_144 if narrow and not backward else 131_072
+    for n in (32_769, 33_000, 50_257, 65_536, 100_000, 128_256, 131_072, 151_936, 262_144, 262_145):
+        chosen = plan.choose_cluster(n, n % 8 != 0, backward, narrow)
+        if n > widest or (backward and n % 8):
+            assert chosen is None
+            continue
+        span = chosen.span(n)
+        assert span % 64 == 0
+        assert (chosen.parts - 1) * span < n <= chosen.parts * span <= chosen.parts * chosen.block_n
+        assert 1 < chosen.parts <= 16
+        assert chosen.narrow is (narrow and not backward)
