@@ -53,7 +53,7 @@ MUTANTS = {
     "padding that is not −∞": ("tile_forward", "other=float(\"-inf\"))", "other=0.0)", {}),
     "bias that is not added": ("tile_forward", "s += tl.load(bias", "s += 0.0 * tl.load(bias", {"bias": True}),
     "maximum without the ends": ("tile_forward", "m = tl.maximum(m, tl.max(s_ends, axis=1))", "m = m", {"n": 601, "late": True}),
-    "sum without the ends": ("tile_forward", "l += tl.sum(_exp(s_ends - shift[:, None]), axis=1)", "l += 0.0", {"n": 601}),
+    "sum without the ends": ("tile_forward", "l += tl.sum(_exp(s_ends - _shift(m, WANTED)[:, None]), axis=1)", "l += 0.0", {"n": 601}),
     "ends that are not written": ("tile_forward", "mask=exists[:, None] & keep_ends)", "mask=keep_ends & (w_ends < 0))", {"n": 601}),
     "gradient's total without the ends": ("tile_backward", "total += tl.sum(d_ends if LOG", "total += 0.0 * tl.sum(d_ends if LOG",
                                           {"n": 601}),

@@ -43,11 +43,11 @@ def _total(dy, y, step_dy, step_y, lead, exists, n, blocks, step, WIDE: tl.const
     """Σ p ∘ dy of whole rows, or Σ dy, block by block."""
     total = tl.zeros([BLOCK_M], tl.float32)
     if EDGES:
-        d, p, _ = _load_ends(dy, y, lead, n, exists, VECTOR, LOG, HIDING)
-        total += tl.sum(d if LOG else p * d, axis=1)
+        d_ends, p_ends, _ = _load_ends(dy, y, lead, n, exists, VECTOR, LOG, HIDING)
+        total += tl.sum(d_ends if LOG else p_ends * d_ends, axis=1)
     for block in range(blocks):
         w, keep = columns(block, step, lead, n, BLOCK_N, WIDE, VECTOR, EDGES, CUT)
-        d, p, _ = _load(dy, y, step_dy, step_y, w, keep & exists[:, None], LOG, HIDING)
+        d, p, _gone = _load(dy, y, step_dy, step_y, w, keep & exists[:, None], LOG, HIDING)
         total += tl.sum(d if LOG else p * d, axis=1)
     return total
 

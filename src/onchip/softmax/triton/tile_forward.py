@@ -98,8 +98,8 @@ def _statistics(x, mask, bias, step_x, step_mask, step_bias, lead, i0, exists, s
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     if EDGES:
-        s = _end_scores(x, mask, bias, step_mask, step_bias, lead, i0, exists, scale, n, n0, VECTOR, SCALED, MASKED, BIASED, CAUSAL)
-        m, l = _join(m, l, s, WANTED)
+        s_ends = _end_scores(x, mask, bias, step_mask, step_bias, lead, i0, exists, scale, n, n0, VECTOR, SCALED, MASKED, BIASED, CAUSAL)
+        m, l = _join(m, l, s_ends, WANTED)
     for block in range(blocks):
         w, keep = columns(block, step, lead, n, BLOCK_N, WIDE, VECTOR, EDGES, CUT)
         s = _scores(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, scale, n, n0, SCALED, MASKED, BIASED, CAUSAL)
