@@ -46,7 +46,9 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     made_up.write(folder, "ladder.json", made_up.ladder())
     made_up.write(folder, "lab.json", made_up.lab())
-    (folder / "page.html").write_text(render(read_results([folder, RESULTS])), encoding="utf-8")
+    kept = shutil.copytree(RESULTS, folder / "kept")
+    (kept / "h200" / "ladder.json").unlink()  # the made-up one stands for it
+    (folder / "page.html").write_text(render(read_results([folder])), encoding="utf-8")
     return folder
 
 
@@ -143,6 +145,12 @@ def test_the_ladders_figures_equal_the_json(desk):
         (traffic,) = (p for p in desk["pictures"] if p["title"] == f"Traffic, {name}")
         assert [float(b) for _, b in traffic["bars"]] == [
             x for c in raw["counted"] for x in (4 * 16 * s["seq_q"] * 128 * 2, c["issued"], c["dram_predicted"], c["dram_bytes"])]
+
+
+def test_the_results_that_are_kept_make_a_page(folder):
+    page = render(read_results([RESULTS]))
+    (folder / "kept.html").write_text(page, encoding="utf-8")
+    assert "Rungs on the NVIDIA H200: N = 16384, 16 heads, d = 128, bf16, causal" in visit(folder / "kept.html", folder)
 
 
 def test_the_incident(desk):
