@@ -13,6 +13,8 @@ from onchip.bench.inspect import Compiled, offline
 from onchip.bench.kernels import machine_with
 from onchip.roofline.hardware import GPUS
 from onchip.softmax.contract import Spec
+from onchip.softmax.triton import backward, forward, rows
+from onchip.softmax.triton.plan import Plan
 
 
 def read(name: str, made: Compiled) -> dict:
@@ -33,6 +35,19 @@ def main(cases: list) -> list[dict]:
                     run(*((x, None, spec) if name == "forward" else (x, x, spec, dtype)))
         seen += [read(name, made) for made in launched]
     return seen
+
+
+def streamed(columns: list) -> list[bool]:
+    """Whether rows had edges, of every kernel that two passes over rows of so many columns take: all compile."""
+    rows.plans.choose = lambda *_: Plan(False, 2, 64, 4, 1)
+    rows.plans.choose_parts = rows.plans.choose_cluster = lambda *_: None
+    with machine_with(GPUS["h100"]), offline(90) as launched:
+        for n in columns:
+            for log in (False, True):
+                x, spec = torch.empty((5, n), dtype=torch.float32, device="meta"), Spec(-1, log, 1.0, False, False, torch.float32)
+                forward(x, None, spec)
+                backward(x, x, spec, torch.float32)
+    return [made.constants["EDGES"] for made in launched if made.name == "_streamed"]
 
 
 if __name__ == "__main__":

@@ -129,6 +129,11 @@ def test_clusters_compile_for_hopper_without_spills():
             assert kernel["cluster_waits"] == kernel["sends"] == 1, kernel
 
 
+def test_two_passes_compile_with_edges_and_without():
+    """Which the interpreter does not show: there a name may hold one shape before a loop and another in it."""
+    assert fresh.call(compile_plans.streamed, [600, 601]) == [False] * 4 + [True] * 4
+
+
 def test_topk_and_odd_rows_compile_for_hopper_without_spills():
     for kernel in fresh.call(compile_parts.main, [[4095, "bfloat16"], "topk"]):
         assert kernel["spills"] == 0, kernel

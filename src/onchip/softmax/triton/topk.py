@@ -26,7 +26,7 @@ RUN = tl.constexpr(8)  # neighbours that a thread reads at once
 WHOLE = 1024  # elements of the longest row that is sorted at once
 WARPS = 4
 CHUNKS = 16  # of a program at most: a register each
-PROGRAMS_PER_SM = 8  # by 64 registers a thread
+PROGRAMS_PER_SM, MANY_PER_SM = 8, 5  # by 64 registers a thread, and by the 96 that more than MAXIMA are allowed (their 64 · 64 candidates)
 
 
 @triton.jit
@@ -73,20 +73,27 @@ def _one_by_one(keys, k, I: tl.constexpr, LEAST: tl.constexpr):
 
 
 @triton.jit
-def _largest(keys, k, K: tl.constexpr, WARPS: tl.constexpr, LEAST: tl.constexpr):
-    """The k largest of distinct keys, [K], largest first, then LEAST or smaller ones; the number of keys is a multiple of 32 · WARPS.
+def _largest(keys, k, rounds, K: tl.constexpr, WARPS: tl.constexpr, LEAST: tl.constexpr):
+    """The k largest of distinct keys, [K], largest first, then LEAST; the number of keys is a multiple of 32 · WARPS.
 
-    Each warp finds those of its own keys without a word to the others, k of WARPS · K: a key's rank is the number of larger ones.
+    Each warp finds the `rounds` largest of its own keys without a word to the others: as many as can be among the k. Of these WARPS · K
+    a few are put in order by their rank, the number of larger ones, and many by sorting.
     """
-    N: tl.constexpr = keys.numel
+    ROW: tl.constexpr = 32 if K < 32 else K
+    found = _one_by_one(tl.reshape(keys, [keys.numel // (32 * WARPS), WARPS, 32]), rounds, ROW, LEAST)  # lanes keep one each
     if K > MAXIMA:
-        best = tl.reshape(tl.topk(tl.reshape(keys, [1, N]), K), [K])
+        best = tl.reshape(tl.topk(tl.reshape(found, [1, WARPS * ROW]), K), [K])
     else:
-        found = _one_by_one(tl.reshape(keys, [N // (32 * WARPS), WARPS, 32]), k, 32, LEAST)  # one a lane, so that none needs moving
-        found = tl.reshape(tl.max(tl.reshape(found, [WARPS, 32 // K, K]), axis=1), [WARPS * K])
+        found = tl.reshape(tl.max(tl.reshape(found, [WARPS, ROW // K, K]), axis=1), [WARPS * K])
         rank = tl.sum((found[None, :] > found[:, None]).to(tl.int32), axis=1)
         best = tl.max(tl.where(rank[:, None] == tl.arange(0, K)[None, :], found[:, None], LEAST), axis=0)
     return best
+
+
+@triton.jit
+def _most(good, WARPS: tl.constexpr):
+    """Of how many `good` keys of one warp are most."""
+    return tl.max(tl.sum(tl.sum(tl.reshape(good.to(tl.int32), [good.numel // (32 * WARPS), WARPS, 32]), axis=0), axis=1), axis=0)
 
 
 @triton.jit
@@ -206,13 +213,17 @@ def _part(x, values, indices, sums, strides_x, n, n0, n1, parts, chunks, a_part,
 
     groups = (first + c) * THREADS + t
     exists = (c < a_part) & (_elements(groups, 0, 0, VECTORS, THREADS) < before + n)
-    best = _largest(tl.where(exists, _keys(maxima, c * THREADS + t, NARROW), LEAST), k, K, WARPS, LEAST)  # [K]
+    best = _largest(tl.where(exists, _keys(maxima, c * THREADS + t, NARROW), LEAST), k, k, K, WARPS, LEAST)  # [K]
     group, i = tl.where(best > LEAST, _place(best, NARROW) + first * THREADS, 0), tl.arange(0, K)
     q = tl.arange(0, K * Q)  # all candidates
     w = _elements(tl.gather(group, q // Q, 0), q % Q // RUN, q % RUN, VECTORS, THREADS)
     keep = (q % Q // RUN < VECTORS) & (w >= before) & (w < before + n) & (tl.gather(best, q // Q, 0) > LEAST)
     s = tl.load(x + (w.to(tl.int64) * strides_x[3] if WIDE else w * strides_x[3]), mask=keep, other=0.0).to(tl.float32)
-    best = _largest(tl.where(keep, _keys(s, q, NARROW), LEAST), k, K, WARPS, LEAST)
+    keys, rounds = tl.where(keep, _keys(s, q, NARROW), LEAST), k
+    if K > MAXIMA:  # the k largest maxima are among them, so nothing below the least of these is
+        least = tl.min(tl.where(i < k, _value(best, NARROW, LEAST), float("inf")), axis=0)
+        rounds = tl.minimum(k, _most(keep & ~(s < least), WARPS))
+    best = _largest(keys, k, rounds, K, WARPS, LEAST)
     s, q = _value(best, NARROW, LEAST), tl.where(best > LEAST, _place(best, NARROW), 0)
     w = _elements(tl.gather(group, q // Q, 0), q % Q // RUN, q % RUN, VECTORS, THREADS) - before
     to = tl.cast(tl.program_id(0), tl.int64)
@@ -241,7 +252,7 @@ def _merge(found, places, statistics, values, indices, sums, parts, k, WARPS: tl
     q, i = tl.arange(0, CANDIDATES), tl.arange(0, K)
     s = tl.load(found + row * parts * k + q, mask=q < parts * k, other=0.0)
     exists = tl.load(places + row * parts * k + q, mask=q < parts * k, other=-1) >= 0
-    best = _largest(tl.where(exists, _keys(s, q, NARROW), LEAST), k, K, WARPS, LEAST)
+    best = _largest(tl.where(exists, _keys(s, q, NARROW), LEAST), k, k, K, WARPS, LEAST)
     w = tl.load(places + row * parts * k + _place(best, NARROW), mask=best > LEAST, other=0)
     s = _value(best, NARROW, LEAST)[None, :]
     tl.store(values + row * k + i, tl.reshape(_weights(s, i[None, :], shift, l, k, RENORMALISE), [K]), mask=i < k)
@@ -280,14 +291,15 @@ def chunks_of(runs: int, most: int) -> tuple[int, int]:
                default=(runs, 1))
 
 
-def parts_of(rows: int, chunks: int, processors: int) -> int:
-    """Parts that rows of so many chunks are cut in: as few as registers hold the maxima of, and as leave no SM idle for long.
+def parts_of(rows: int, chunks: int, programs: int) -> int:
+    """Parts that rows of so many chunks are cut in: as few as registers hold the maxima of, and as leave no SM idle for long,
+    where `programs` run at once.
 
     A last round of few programs takes as long as a full one. Where there are many rounds it hardly matters; else a merge is cheaper.
     """
     parts = triton.cdiv(chunks, CHUNKS)
     while parts < chunks:
-        rounds = rows * parts / (PROGRAMS_PER_SM * processors)
+        rounds = rows * parts / programs
         if rounds >= 4 or 0.5 <= rounds <= 1 or (rounds > 1 and rounds % 1 >= 0.3):
             break
         parts = min(chunks, 2 * parts)
@@ -310,16 +322,18 @@ def _launches(x: Tensor, k: int, dim: int, renormalise: bool) -> tuple[Any, ...]
                        {"num_warps": 4}),)
     run = 32 * WARPS * RUN.value
     window = rows.n + (rows.vector - 1) * rows.edges
-    vectors, chunks = chunks_of(triton.cdiv(window, run), 4 if narrow == "fp32" or most > MAXIMA.value else 8)
+    vectors, chunks = chunks_of(triton.cdiv(window, run), 4 if narrow == "fp32" else 8)
     on_card = x.device.type in ("cuda", "meta") and torch.cuda.is_available()  # `onchip inspect` makes launches for meta tensors
     card = torch.cuda.get_device_properties(x.device if x.device.type == "cuda" else None) if on_card else None
-    parts = parts_of(rows.count, chunks, card.multi_processor_count if card else 1)
+    per_sm = MANY_PER_SM if most > MAXIMA.value else PROGRAMS_PER_SM
+    parts = parts_of(rows.count, chunks, per_sm * (card.multi_processor_count if card else 1))
     a_part = triton.cdiv(chunks, parts)
     reach = (window + run * vectors) * max(1, rows.strides["x"][3])
     named = {**place, **sorting, "parts": parts, "chunks": chunks, "a_part": a_part, "VECTOR": rows.vector, "EDGES": rows.edges,
              "WIDE": reach >= 2**31, "WARPS": WARPS, "VECTORS": vectors, "CHUNKS": triton.next_power_of_2(a_part),
              "Q": max(triton.next_power_of_2(vectors) * RUN.value, 32 * WARPS // most), "ALONE": parts == 1}
-    part = Launch(_part, rows.count * parts, 4, named, {"num_warps": WARPS})
+    options = {"num_warps": WARPS} | ({"maxnreg": 96} if most > MAXIMA.value and card else {})
+    part = Launch(_part, rows.count * parts, 4, named, options)
     if parts == 1:
         return (part,)
     candidates = max(32 * WARPS, triton.next_power_of_2(parts * k))
