@@ -37,7 +37,7 @@ from onchip.attention import attention
 from onchip.attention.contract import Spec
 from onchip.attention.hopper import launch
 from onchip.bench.clocks import Meter, sustain
-from onchip.bench.counters import count, find_ncu
+from onchip.bench.counters import count, find_ncu, record
 from onchip.cli.common import whole_file
 from onchip.errors import InputError
 from onchip.roofline.hardware import ARCHITECTURES
@@ -358,15 +358,8 @@ def alone(cases: list[Case]) -> None:
     """What `counters` counts: one warm call of each contender."""
     for case in cases:
         for name, run in contenders(case, *inputs(case)).items():
-            if refusal(run):
-                continue
-            torch.cuda.empty_cache()  # the profiler saves all that is allocated
-            torch.cuda.profiler.start()
-            torch.cuda.nvtx.range_push(label(case, name))
-            run()
-            torch.cuda.synchronize()
-            torch.cuda.nvtx.range_pop()
-            torch.cuda.profiler.stop()
+            if not refusal(run):
+                record(label(case, name), run)
 
 
 def installed(package: str) -> str:

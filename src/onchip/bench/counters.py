@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,20 @@ def find_reader(ncu: Path) -> Path:
         if file.is_file():
             return file
     raise InputError(f"ncu: got {ncu}, whose Python reader (extras/python/ncu_report.py) is nowhere; accepted: a whole Nsight Compute")
+
+
+def record(name: str, call: Callable[[], object]) -> None:
+    """To be called in the program that is profiled: `call` once, its launches counted under the NVTX range `name`."""
+    import torch
+
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # the profiler saves all that is allocated, for every kernel
+    torch.cuda.profiler.start()
+    torch.cuda.nvtx.range_push(name)
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.nvtx.range_pop()
+    torch.cuda.profiler.stop()
 
 
 def count(command: Sequence[str], ncu: Path, seconds: float | None = None) -> list[Counters]:

@@ -169,20 +169,11 @@ def _planned(rung: Ledger, gpu: GPU) -> tuple[float | None, int | None]:
 
 def profiled(told: Sequence[dict[str, Any]]) -> None:
     """What runs under the profiler."""
-    import torch
-
     for number, job in enumerate(told):
         for key, run in _calls(job):
             for _ in range(2):  # compile, and start the library's kernels the short way
                 run()
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # the profiler saves all that is allocated, for every kernel
-            torch.cuda.profiler.start()
-            torch.cuda.nvtx.range_push(_range(number, key))
-            run()
-            torch.cuda.synchronize()
-            torch.cuda.nvtx.range_pop()
-            torch.cuda.profiler.stop()
+            counters.record(_range(number, key), run)
 
 
 def _calls(job: dict[str, Any], device: str = "cuda") -> Iterator[tuple[str, Callable[[], Any]]]:

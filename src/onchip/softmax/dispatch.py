@@ -8,7 +8,7 @@ from torch import Tensor
 from onchip.errors import InputError, require
 
 BACKENDS = ("auto", "triton", "reference")
-LONGEST_TOPK = 2**20  # elements of a row, of which 16384 maxima are sorted at once
+LONGEST_TOPK = 2**20  # elements of a row
 
 _HAS_TRITON = find_spec("triton") is not None
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it when a kernel is defined; so do we, when we are imported

@@ -16,7 +16,7 @@ from onchip.launcher import Launcher
 from onchip.softmax.contract import Spec
 from onchip.softmax.triton import plan as plans
 from onchip.softmax.triton import tile_backward, tile_forward
-from onchip.softmax.triton.rows import NARROW_VECTOR, Rows, fold
+from onchip.softmax.triton.rows import Rows, fold, narrow
 
 PER_THREAD = 2  # CUDA's handle of the calling thread's default stream
 WORDS = 1 << 13  # through which groups exchange: 4 for each thread block
@@ -188,8 +188,7 @@ def _clustered(rows: Rows, x: Tensor, backward: bool) -> Rows:
     card = _card(x.device, (9, 0))
     if card is None or rows.plan.resident or rows.plan.block_m > 1:
         return rows
-    narrow = rows.vector == NARROW_VECTOR and not rows.strides.keys() - {"x", "y"}
-    plan = plans.choose_cluster(rows.n, rows.edges, backward, narrow)
+    plan = plans.choose_cluster(rows.n, rows.edges, backward, narrow(rows.vector, rows.strides))
     return replace(rows, plan=plan) if plan and rows.count * plan.parts >= card.multi_processor_count else rows
 
 

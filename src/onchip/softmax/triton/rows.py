@@ -9,6 +9,7 @@ vectors here, in a way the compiler understands, and a row that starts or ends i
 vectors, and the elements of its first and last one one by one. An index w then counts from the vector in which the row starts, `lead`
 elements before it.
 """
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -83,6 +84,11 @@ class Rows:
         return shape | constants | {f"strides_{name}": steps for name, steps in self.strides.items()}
 
 
+def narrow(vector: int, names: Collection[str]) -> bool:
+    """Rows whose 16-bit elements may wait as they came: nothing but x makes y."""
+    return vector == NARROW_VECTOR and not set(names) - {"x", "y"}
+
+
 def fold(tensors: dict[str, Tensor], dim: int, queries: bool = False, wide: tuple[str, ...] = ("x", "y")) -> Rows | None:
     """`tensors`, of one shape and not empty, as rows along `dim` < 0; with `queries` the second last dimension is n₀ by itself.
 
@@ -127,7 +133,7 @@ def layout(shape: torch.Size, strides: tuple[tuple[str, tuple[int, ...]], ...], 
         whole, vector = True, 1
     mask_vector = vector if whole and "mask" in of and of["mask"][3] == 1 and all(s % vector == 0 for s in of["mask"][:3]) else 1
     places = {name: (a, b, c, d) for name, (a, b, c, d) in of.items()}
-    plan = plans.choose(n, across, not whole, "x" in of, vector == NARROW_VECTOR and not of.keys() - {"x", "y"})
+    plan = plans.choose(n, across, not whole, "x" in of, narrow(vector, of))
     return Rows(places, n, n0, n1, n2 * n1, plan, vector, not whole, mask_vector)
 
 
