@@ -89,6 +89,38 @@ def test_without_torch_the_rest_still_runs(monkeypatch):
     assert "FA2, Q outer" in out
 
 
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_where_counting_fails_the_rest_is_printed_and_then_the_reason(monkeypatch, form):
+    def refused(*_):
+        raise InputError("ncu: the driver does not permit counters")
+
+    monkeypatch.setattr(ladder, "find_profiler", lambda named: Path("ncu"))
+    monkeypatch.setattr(ladder, "count_here", refused)
+    result = CliRunner().invoke(app, ["--seq", "64", "--head-dim", "16", "--heads", "1", "--no-measure", "--counters", *form])
+    assert isinstance(result.exception, InputError)  # what `onchip` prints as one line and exits with status 2 for
+    assert str(result.exception) == "ncu: the driver does not permit counters"
+    if form:
+        report = json.loads(result.stdout)
+        assert report["counted"] is None
+        assert report["rungs"][0]["counted_bytes"] > 0
+    else:
+        assert "executed and counted here" in result.stdout
+        assert "counted by Nsight Compute" not in result.stdout
+
+
+@pytest.mark.parametrize(("gpu", "options", "words"), [
+    (False, (), "--counters: got a machine without an NVIDIA GPU"), (True, ("--ncu", "/no/such/ncu"), "ncu: got /no/such/ncu"),
+])
+def test_a_machine_that_cannot_count_says_so_before_anything_runs(monkeypatch, gpu, options, words):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(ladder, "climb", lambda *_, **__: pytest.fail("climbed"))
+    result = CliRunner().invoke(app, ["--seq", "64", "--counters", *options])
+    assert isinstance(result.exception, InputError)
+    assert words in str(result.exception)
+    assert result.stdout == ""
+
+
 def bad_file(folder: Path, **arrays: np.ndarray) -> str:
     path = folder / "bad.npz"
     np.savez(path, **arrays)

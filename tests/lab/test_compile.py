@@ -9,8 +9,9 @@ import pytest
 
 from onchip.errors import InputError, MissingExtra
 from onchip.lab.compiler import Source, build, check_arch, read_report, source
-from onchip.lab.experiments import attention, pick, sources
-from onchip.roofline.tiles import footprint
+from onchip.lab.experiments import attention, banks, pick, sources
+from onchip.roofline.hardware import find_gpu
+from onchip.roofline.tiles import footprint, occupancy, resident
 
 pytest.importorskip("cuda.core")
 
@@ -30,6 +31,16 @@ def test_kernels_compile_and_spill_nothing(one, arch):
 ])
 def test_shared_memory_is_what_the_planner_says(made, config):
     assert build(made, "sm_90").resources("fa2").shared == footprint(config, "float16", 64).smem
+
+
+@pytest.mark.parametrize(("arch", "card"), [("sm_80", "a100-80gb"), ("sm_90", "h200")])
+@pytest.mark.parametrize("made", [attention.PLAIN, attention.PADDED, attention.SWIZZLED, attention.BUFFERED, attention.DIVIDING], ids=str)
+def test_as_many_blocks_share_an_sm_as_the_predictions_say(made, arch, card):
+    """The tile model alone says 4, from 104 registers a thread."""
+    kernel, gpu = build(made, arch).resources("fa2"), find_gpu(card)
+    blocks = resident(attention.THREADS, kernel.registers, kernel.shared, gpu).blocks
+    assert blocks == attention.resident(gpu, dict(made.defines).get("STAGES", 1)) == 3
+    assert occupancy(footprint(attention.config(), "float16", 64), gpu).blocks == 4
 
 
 def sass(one: Source, arch: str = "sm_90") -> str:
@@ -65,6 +76,19 @@ def test_kernels_are_made_of_the_instructions_they_are_about():
         assert set(re.findall(r"LDSM\.16\.(\S+)", sass(source("tile", PITCH=64, READ=1, SWIZZLE=0, **defines)))) == {kind}
     warp, quad = (count(sass(source("butterfly", OP=0, LANES=lanes)))["SHFL"] for lanes in (32, 4))
     assert (warp - 1) / (quad - 1) == 5 / 2  # five steps against two, besides the one that waits for x
+
+
+@pytest.mark.parametrize("access", banks.ACCESSES)
+def test_no_read_of_a_tile_is_merged_with_another(access):
+    """Counts are worth as much as the requests behind them: each of READS turns of a loop holds all that a warp makes in one read."""
+    tile, load = banks.LAYOUTS["64"], r"LDS\b" if access == "column" else r"LDSM\b"
+    code = [(int(at, 16), what) for at, what in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass(banks.variant(tile, access)))]
+    loops = [(int(back[1], 16), at) for at, what in code if (back := re.search(r"\bBRA 0x([0-9a-f]+)", what)) and int(back[1], 16) < at]
+    turns = ([what for at, what in code if start <= at <= end] for start, end in loops)
+    turn, = (turn for turn in turns if any(re.match(load, what) for what in turn))
+    assert sum(bool(re.match(load, what)) for what in turn) == len(banks.requests(tile, access)) * 32 // banks.THREADS
+    counter = re.search(rf"ISETP\.NE\S* P\d, PT, (R\d+), {banks.READS:#x},", "\n".join(turn))[1]
+    assert any(re.match(rf"IADD3 {counter}, {counter}(\.reuse)?, 0x1,", what) for what in turn)
 
 
 @pytest.mark.parametrize("one", [source("reduce", HOW=2), source("butterfly", OP=0, LANES=32), source("butterfly", OP=1, LANES=4)], ids=str)

@@ -6,7 +6,7 @@ import pytest
 from onchip.lab.bench import Bench, WrongResult
 from onchip.lab.experiment import Sizes
 from onchip.lab.experiments import EXPERIMENTS, attention, banks, limits
-from onchip.roofline.banks import paired, request
+from onchip.roofline.banks import request
 from onchip.roofline.hardware import find_gpu
 from tests.lab import emulator
 from tests.lab.emulator import EmulatedCard
@@ -67,8 +67,7 @@ def test_the_attention_loop_meets_the_conflicts_that_are_predicted(name):
     q = np.random.default_rng(0).standard_normal((heads, n, 64)).astype(np.float16)
     out = np.empty_like(q)
     emulator.launch(source, "fa2", (n // 64, heads), (128,), q, q, q, out, out, n, 0.1)
-    made = [(request(addresses, width), transposed) for width, addresses, transposed in emulator.requests(source)]
-    counts = [one if transposed else paired(one) for one, transposed in made]
+    counts = [request(addresses, width) for width, addresses, _ in emulator.requests(source)]
     assert attention.count(counts) == attention.loads(attention.square(SMALL.loops), layout)
     assert (name == "plain") == any(c.degree > 1 for c in counts)
 

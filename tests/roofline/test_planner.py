@@ -43,6 +43,15 @@ def full(heads: int, seq_q: int = 128, seq_k: int = 4096) -> AttentionShape:
     return AttentionShape(seq_q, seq_k, 128, 128, heads=heads, kv_heads=1)
 
 
+def test_registers_of_a_compiled_kernel_go_before_the_models() -> None:
+    config, shape = TileConfig(64, 64, pad=8), AttentionShape.square(1024, 64, heads=128)
+    model, told, same = (plan_tile(config, shape, H200, "fp16", registers) for registers in (None, 144, 104))
+    assert (model.footprint.registers, model.occupancy.blocks, model.occupancy.limited_by) == (104, 4, "registers")
+    assert (told.footprint.registers, told.occupancy.blocks, told.streams) == (144, 3, 3)
+    assert same == model
+    assert told.time > model.time
+
+
 def test_one_wave_by_hand() -> None:
     """132 tiles on 132 SMs: each does 4 · 128 · 4096 · 128 FLOPs at 4096 a clock, 32 steps, and one exponential a score at 16 a clock."""
     plan = plan_tile(HOPPER, full(132), H200, "bf16")

@@ -10,7 +10,7 @@ from onchip.bench.torch_extra import load_torch
 from onchip.cli import options as opt
 from onchip.cli.common import JsonOption, PlotOption, console, human_bytes, human_time, make_table, print_json, save_plot, working
 from onchip.cli.roofline import draw, problem_report, rung_report
-from onchip.errors import MissingExtra, require
+from onchip.errors import InputError, MissingExtra, require
 from onchip.ladder.climb import Step, climb
 from onchip.ladder.inputs import Inputs, load_inputs, random_inputs
 from onchip.ladder.measure import RUNGS as MEASURED
@@ -70,8 +70,10 @@ def ladder(
     - `onchip ladder --seq 4096 --head-dim 128 --causal --gpu a100-80gb --tile 64x64` is any other problem, on random numbers.
     - `onchip ladder --seq 512 --backward` climbs the backward.
     - `onchip ladder --no-measure --json` prints numbers for a script.
-    - `onchip ladder --seq 8192 --head-dim 128 --counters` on a GPU counts what each kernel moved.
+    - `onchip ladder --seq 8192 --head-dim 128 --counters` on a GPU counts what each kernel moved. Should that fail, all the rest is printed
+      before the reason, and the exit status is 2.
     """
+    profiler = find_profiler(ncu) if counters else None
     card, causality = parse_gpu(gpu), "bottom-right" if causal else None
     sizes = {"--seq": seq, "--head-dim": head_dim, "--heads": heads, "--kv-heads": kv_heads, "--batch": batch}
     data = _inputs(inputs, sizes, causality, seed)
@@ -82,19 +84,26 @@ def ladder(
     with working("executing", len(top.rungs(backward=backward))) as step:
         steps = list(climb(top, problem, backward=backward, on_rung=lambda rung: step(rung.title)))
     timed = time_here(data, causality, backward) if measure else None
-    counted = count_here(top, ncu, backward) if counters else None
+    if not as_json:  # before anything is counted: that may take minutes, and fail
+        show(top, data, steps)
+        if timed is not None:
+            show_timed(timed)
+    if plot:
+        save_plot(plot, lambda figure: draw(figure, top, [(s.rung, s.pipeline, s.prediction) for s in steps]))
+    counted, failure = None, None
+    if profiler is not None:
+        try:
+            counted = count_here(top, profiler, backward)
+        except InputError as error:
+            failure = error
     if as_json:
         print_json({**problem_report(top), "inputs": data.source, "rungs": [step_report(s) for s in steps],
                     "this_machine": asdict(timed) if isinstance(timed, Report) else None,
                     "counted": None if counted is None else [asdict(c) for c in counted]})
-    else:
-        show(top, data, steps)
-        if timed is not None:
-            show_timed(timed)
-        if counted is not None:
-            show_counted(counted)
-    if plot:
-        save_plot(plot, lambda figure: draw(figure, top, [(s.rung, s.pipeline, s.prediction) for s in steps]))
+    elif counted is not None:
+        show_counted(counted)
+    if failure is not None:
+        raise failure
 
 
 DEFAULTS = {"--seq": 1024, "--head-dim": 64, "--heads": 8, "--kv-heads": None, "--batch": 1}
@@ -175,11 +184,21 @@ def time_here(data: Inputs, causal: str | None, backward: bool = False) -> Repor
             return str(error)
 
 
-def count_here(top: Ladder, ncu: Path | None, backward: bool = False) -> "list[Counted]":
-    """The GPU's rungs under Nsight Compute, against the card they run on."""
+def find_profiler(named: Path | None) -> Path:
+    """Nsight Compute, on a machine that it can count on: asked before anything runs."""
     torch = load_torch("counting what kernels move")
     require(torch.cuda.is_available(), "--counters", "a machine without an NVIDIA GPU", "a GPU, whose counters Nsight Compute reads")
-    from onchip.bench.counters import find_ncu
+    from onchip.bench.counters import find_ncu, find_reader
+
+    ncu = find_ncu(named)
+    find_reader(ncu)
+    find_gpu(torch.cuda.get_device_name())
+    return ncu
+
+
+def count_here(top: Ladder, ncu: Path, backward: bool = False) -> "list[Counted]":
+    """The GPU's rungs under Nsight Compute, against the card they run on."""
+    torch = load_torch("counting what kernels move")
     from onchip.ladder.counted import count_rungs
     from onchip.ladder.gpu import GPU_RUNGS, needed_bytes, problem_of
     from onchip.ladder.gpu_backward import BACKWARD_RUNGS
@@ -191,7 +210,7 @@ def count_here(top: Ladder, ncu: Path | None, backward: bool = False) -> "list[C
         keys = [rung.key for rung in GPU_RUNGS if rung.refusal(problem) is None and needed_bytes(rung, problem) < free]
     with working("counting", 1) as step:
         step("Nsight Compute")
-        return count_rungs(top.shape, top.formats.inputs, keys, find_gpu(torch.cuda.get_device_name()), find_ncu(ncu))
+        return count_rungs(top.shape, top.formats.inputs, keys, find_gpu(torch.cuda.get_device_name()), ncu)
 
 
 def beside(counted: float, predicted: float | None) -> str:

@@ -13,8 +13,9 @@ Within a phase lanes that touch the same word share it (broadcast); different wo
 max over banks of the number of distinct words: its *wavefronts*, of which one is unavoidable. n wavefronts are an n-way conflict.
 A lane's address must be a multiple of its access's bytes; otherwise the hardware raises an error and there is no count.
 
-The rule gives what Nsight Compute counts on an H200 for scalar columns in five layouts, and for ldmatrix where it meets no conflict. Where
-ldmatrix.x4 does, the rule is an upper bound, and `paired` says what was seen instead.
+Matrices are served one after another, whatever their banks, their order and .trans. Nsight Compute counts on an H200 what this rule gives:
+on rows of 64 elements of 2 bytes 28, 14 and 7 conflicts an ldmatrix.x4, .x2 and .x1, of 80 elements 4, in every order of the matrices, of
+72 or swizzled none; and for a scalar column on 64, 65, 66, 72, 80 and swizzled 31, 1, 0, 3, 7 and 3.
 
 Sources: CUDA C++ Programming Guide (shared memory; tensor map swizzle modes), PTX ISA (ldmatrix; tensor swizzling modes).
 """
@@ -236,25 +237,6 @@ def conflicts(layout: Layout, pattern: str) -> Request:
     if layout.rows > 1 and layout.pitch % width:
         return Request(width, addresses, ())
     return request(addresses, width)
-
-
-def paired(count: Request) -> Request:
-    """`count`, an ldmatrix.x4 without .trans, as an H200 was seen to serve it: matrices 0 and 2, or 1 and 3, in one phase if that pays.
-
-    Two matrices share a phase when it takes no more wavefronts than the longer of them alone: their rows then lie beside each other. On a
-    [64][64] tile of fp16 numbered down its columns (0: rows 0–7, 1: rows 8–15, 2 and 3 beside them) that is 2 phases of 8 wavefronts:
-    14 conflicts a request and 16 clocks, counted on an H200, where one matrix at a time would be 28 and 32. The same tile numbered along
-    its rows, or with .trans, was counted as 28 a request. Padded by 8 or swizzled a pair would take 2 wavefronts for 1: not paired, 0
-    counted. No document states this; the rule is the simplest that agrees with those counts. A shared phase holds the lanes of both.
-    Other requests come back as they are.
-    """
-    if len(count.phases) != 4 or count.width != CHUNK:
-        return count
-    phases: list[Phase] = []
-    for one, other in zip(count.phases[:2], count.phases[2:], strict=True):
-        both = Phase(one.first_lane, one.words + other.words)
-        phases += [both] if both.wavefronts <= max(one.wavefronts, other.wavefronts) else [one, other]
-    return replace(count, phases=tuple(phases))
 
 
 @dataclass(frozen=True)

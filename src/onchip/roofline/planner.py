@@ -22,7 +22,7 @@ A model for ranking, not a simulator: it knows neither power limits nor clocks b
 """
 from bisect import bisect_left
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
@@ -141,9 +141,14 @@ class Plan:
         return self.useful_flops / self.time / 1e12
 
 
-def plan_tile(config: TileConfig, shape: AttentionShape, gpu: GPU, dtype: str) -> Plan:
-    """Predict one configuration. Raises `InputError` where it cannot launch and where `gpu` has no matmul peak for `dtype`."""
+def plan_tile(config: TileConfig, shape: AttentionShape, gpu: GPU, dtype: str, registers: int | None = None) -> Plan:
+    """Predict one configuration. `registers`: what a thread of the kernel as compiled takes, where that is known; else the tile model's.
+
+    Raises `InputError` where it cannot launch and where `gpu` has no matmul peak for `dtype`.
+    """
     taken = footprint(config, dtype, shape.head_dim, shape.head_dim_v)
+    if registers is not None:
+        taken = replace(taken, registers=registers)
     reason = launchable(taken, gpu)
     require(reason is None, "tile", config, f"one that can launch: this one {reason}")
     resident = occupancy(taken, gpu)

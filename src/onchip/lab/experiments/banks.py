@@ -1,6 +1,6 @@
 """Bank conflicts: a [64][64] tile of fp16 in six layouts, read down its columns and by ldmatrix; `roofline.banks` put to the test.
 
-How ldmatrix.x4 numbers its matrices matters where it conflicts (`banks.paired`), so the layouts that do are read in every order.
+Where ldmatrix conflicts it is read in other orders of its matrices and with fewer of them: the rule knows no difference between orders.
 """
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ import numpy as np
 from onchip.lab.bench import Bench
 from onchip.lab.compiler import Source, source
 from onchip.lab.experiment import Experiment, Prediction, Sizes, at_least, exactly
-from onchip.roofline.banks import Layout, Request, paired, request
+from onchip.roofline.banks import Layout, Request, request
 from onchip.roofline.hardware import GPU
 
 ROWS = COLS = 64
@@ -42,8 +42,8 @@ ACCESSES = {
     "column": Access(), "ldmatrix": Access(4), "ldmatrix across": Access(4, across=True), "ldmatrix.trans": Access(4, trans=True),
     "ldmatrix.trans across": Access(4, across=True, trans=True), "ldmatrix.x2": Access(2), "ldmatrix.x1": Access(1),
 }
-# Every layout is read both ways, and those under which ldmatrix conflicts in other orders as well. [64][64]: does a pair share a phase
-# where each of its matrices is 8-way; [64][80]: also where they are 2-way and each in half of the banks?
+# Every layout is read both ways, and those under which ldmatrix conflicts in other orders as well. Could two matrices share a phase, those
+# beside each other would: on [64][64] they lie in different banks, 8-way each; on [64][80] 2-way, each in half of the banks.
 ORDERS = {"64": list(ACCESSES), "80": ["column", "ldmatrix", "ldmatrix across", "ldmatrix.trans"]}
 PAIRS = [(name, access) for name in LAYOUTS for access in ORDERS.get(name, ["column", "ldmatrix"])]
 MISALIGNED = "CUDA_ERROR_MISALIGNED_ADDRESS"
@@ -62,9 +62,8 @@ def requests(layout: Layout, access: str) -> list[Request]:
     tall, wide = 8 if how.matrices == 1 else 16, 16 if how.matrices == 4 else 8
     corners = [divmod(matrix, 2) if how.across else divmod(matrix, 2)[::-1] for matrix in range(how.matrices)]
     lanes = [(8 * below + row, 8 * beside) for below, beside in corners for row in range(8)]
-    made = [request([layout.address(top + row, left + col) for row, col in lanes], 16)
+    return [request([layout.address(top + row, left + col) for row, col in lanes], 16)
             for top in range(0, ROWS, tall) for left in range(0, COLS, wide)]
-    return made if how.trans else [paired(one) for one in made]
 
 
 def _predict(gpu: GPU, sizes: Sizes) -> tuple[Prediction, ...]:
@@ -77,11 +76,10 @@ def _predict(gpu: GPU, sizes: Sizes) -> tuple[Prediction, ...]:
             found.append(Prediction(f"{key}.misaligned", f"{where}: refused as misaligned", exactly(1), "yes/no", "banks.request"))
             continue
         wavefronts, ideal = (sum(getattr(one, what) for one in made) * READS for what in ("wavefronts", "ideal"))
-        model = "banks.paired" if made[0].ideal == 2 and ACCESSES[access].matrices == 4 else "banks.request"
         found += [
-            Prediction(f"{key}.conflicts", f"{where}: {worst.verdict}; conflicts", exactly(wavefronts - ideal), "", model),
+            Prediction(f"{key}.conflicts", f"{where}: {worst.verdict}; conflicts", exactly(wavefronts - ideal), "", "banks.request"),
             Prediction(f"{key}.clocks", f"{where}: no more than a wavefront a clock", at_least(round(0.97 * wavefronts)), "clocks",
-                       f"{model}, less 3 % for the reads of the clock"),
+                       "banks.request, less 3 % for the reads of the clock"),
         ]
     return tuple(found)
 
