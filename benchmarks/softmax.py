@@ -6,7 +6,7 @@
 Every call starts with its data out of L2 (buffers rotate, and a tensor exceeds it), implementations alternate call by call, and the median
 counts. Bytes are the compulsory ones: forward one read and one write of the tensor, backward two and one, a selection or a sum one read;
 the copy that sets the roof, one and one. A sleep in front of each call lets the host run ahead, so that what is timed is the card's work;
-the small shapes are timed by the wall clock instead, the card's work and the host's together.
+the small shapes are timed by the wall clock instead, the card's work and the host's together; beside it, a graph of calls has no host.
 """
 import argparse
 import importlib.metadata
@@ -138,7 +138,7 @@ def widths(n, dtype, elements, repeats):
 
 
 def causal(shape, dtype, repeats):
-    """A triangle and a mask beside the plain kernel; bytes: what of x is seen, and the mask, are read, y is written."""
+    """A triangle and a mask beside the plain kernel; bytes: of a triangle what is seen of x is read, else x, and the mask; y is written."""
     (xs,), rows, n = buffers(shape, dtype), shape[-2], shape[-1]
     sets, mask = len(xs), torch.ones(rows, n, dtype=torch.bool, device="cuda").tril(n - rows)
     right = torch.softmax(xs[0][:2].double().masked_fill(~mask, -torch.inf), -1)
@@ -148,7 +148,8 @@ def causal(shape, dtype, repeats):
     seen = mask.sum().item() / mask.numel()
     times = timed({"plain": lambda i: softmax(xs[i % sets]),
                    "causal": lambda i: softmax(xs[i % sets], causal=True), "mask": lambda i: softmax(xs[i % sets], mask=mask)}, repeats)
-    return rows_of("causal", times, xs[0].nbytes, {"plain": 2, "causal": 1 + seen, "mask": 1 + seen}, shape=list(shape))
+    passes = {"plain": 2, "causal": 1 + seen, "mask": 2 + 1 / (len(xs[0]) * dtype.itemsize)}
+    return rows_of("causal", times, xs[0].nbytes, passes, shape=list(shape))
 
 
 def selection(n, k, dtype, elements, repeats):
@@ -173,8 +174,30 @@ def sums(n, dtype, elements, repeats):
     return rows_of("logsumexp", times, xs[0].nbytes, 1, rows=elements // n, n=n)
 
 
+def on_card(call, repeats):
+    """Median microseconds of one of 20 calls in a graph that is replayed: no host takes part."""
+    graph, samples = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        for _ in range(20):
+            call()
+    for _ in range(repeats):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(SLEEP)
+        start.record()
+        graph.replay()
+        stop.record()
+        samples.append((start, stop))
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(stop) for start, stop in samples) / 20 * 1e3
+
+
+def beside(row):
+    """What a line of the table adds for a small call."""
+    return f", {row['card_us']:.1f} on the card" if "card_us" in row else ""
+
+
 def small(shape, dtype, repeats):
-    """Wall time of an eager call, by implementation."""
+    """Wall time of an eager call, and the card's own time, by implementation."""
     x, samples = torch.randn(shape, device="cuda").to(dtype), {}
     functions = {"onchip": lambda: softmax(x), "torch": lambda: torch.softmax(x, -1)}
     demand(torch.allclose(softmax(x).double(), torch.softmax(x.double(), -1), rtol=0, atol=torch.finfo(dtype).eps), f"{shape}")
@@ -188,7 +211,8 @@ def small(shape, dtype, repeats):
             if round_ > 1:
                 samples.setdefault(name, []).append((time.perf_counter() - start) / 200 * 1e6)
     times = {name: statistics.median(values) for name, values in samples.items()}
-    return rows_of("small", times, x.nbytes, 2, shape=list(shape))
+    return [{**row, "card_us": round(on_card(functions[row["name"]], repeats), 2)}
+            for row in rows_of("small", times, x.nbytes, 2, shape=list(shape))]
 
 
 def measurements(dtype, options):
@@ -226,7 +250,7 @@ def main():
             rows = [{"section": section, "dtype": str(DTYPES[dtype])[6:], **row} for row in measure()]
             found["results" if section in ("widths", "odd") else "others"] += rows
             for kind in dict.fromkeys(row["pass"] for row in rows):
-                figures = "  ".join(f"{r['name']} {r['tb_per_s']:.2f} ({r['us']:.1f} µs)" for r in rows if r["pass"] == kind)
+                figures = "  ".join(f"{r['name']} {r['tb_per_s']:.2f} ({r['us']:.1f} µs{beside(r)})" for r in rows if r["pass"] == kind)
                 print(f"{dtype} {section} {what:<16} {kind:<9} TB/s: {figures}", flush=True)
             torch.cuda.empty_cache()
         if options.json:

@@ -2,19 +2,25 @@
 
 Triton binds, specialises and hashes all arguments at each call and encodes every tensor map anew: 15–35 µs for a kernel of some sixty
 arguments, of which the driver needs 3. What it computes is the same as long as the arguments' types, alignments and special values are, so
-a caller that knows they are (`attention.ops.Route`) keeps a `Launcher`. What differs between Triton 3.6 and 3.9 in reaching it is here.
+a caller that knows they are (`attention.ops.Route`) keeps a `Launcher`. One that also knows all arguments but a few pointers has them
+written down once (`Launcher.bound`): a launch is then one call of the driver. What differs between Triton 3.6 and 3.9 is here.
 """
 import ctypes
 import inspect
-from collections.abc import Sequence
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
 PORTABLE_CLUSTER = 8  # thread blocks that every card with clusters runs together
 NON_PORTABLE_ALLOWED = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED: Hopper runs 16
+FLOATS = {"fp16": "<e", "fp32": "<f", "fp64": "<d"}  # Triton's types → how `struct` writes them
+SIZES = {f"{sign}{bits}": -(-bits // 8) for sign in "iu" for bits in (1, 8, 16, 32, 64)} | {  # → bytes of a parameter
+    "bf16": 2, **{kind: struct.calcsize(written) for kind, written in FLOATS.items()}}
+SCRATCH = 2  # pointers behind a kernel's own parameters: memory for itself and for Triton's profiler, which no kernel here wants
 
 
 class Launcher:
@@ -34,6 +40,7 @@ class Launcher:
         self._fixed: tuple[Any, ...]
         warps, blocks, *more = compiled.packed_metadata
         metadata, self._cluster = (warps, blocks * cluster, *more), cluster
+        self._compiled, self._plain = compiled, not (blocks * cluster > 1 or run.launch_cooperative_grid or run.launch_pdl)
         if cluster > PORTABLE_CLUSTER:
             ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(compiled.function), NON_PORTABLE_ALLOWED, 1)
         if self._together:  # since 3.7 one launcher serves all kernels
@@ -61,6 +68,125 @@ class Launcher:
             self._launch(grid, 1, 1, stream, *self._fixed, args)
         else:
             self._launch(grid, 1, 1, stream, *self._fixed, *args)
+
+    def bound(self, grid: int, args: Sequence[Any], holes: Sequence[int]) -> Callable[..., None]:
+        """`self(grid, stream, args)` as a function of the stream and of the `holes`-th arguments: addresses or other integers.
+
+        It calls the driver at once (CUDA 12.4 or later), if that agrees on the parameters' number and sizes. Else, and for clusters,
+        cooperative grids, programmatic launches and descriptors, Triton's launcher serves. Threads may call it at the same time.
+        """
+        def by_triton(stream: int, *values: int) -> None:
+            filled = list(args)
+            for at, value in zip(holes, values, strict=True):
+                filled[at] = value
+            self(grid, stream, filled)
+
+        driver, parameters = _driver(), parameters_of(self._compiled.src.signature.values(), args, holes)
+        function = ctypes.c_void_p(self._compiled.function)
+        if driver is None or parameters is None or not self._plain or not driver.takes(function, [p.size for p in parameters]):
+            return by_triton
+        warps, _, shared, *_ = self._compiled.packed_metadata
+        free: list[tuple[Any, ...]] = []  # a launch has one to itself, taken and put back in steps that no thread interrupts
+        launch, filled = driver.launch, len(holes)
+
+        def start(stream: int, *values: int) -> None:
+            try:
+                memory = free.pop()
+            except IndexError:
+                memory = _memory(grid, warps, shared, parameters, filled)
+            config, where, words, pointers = memory
+            config.stream = stream
+            words[:filled] = values
+            failed = launch(where, function, pointers, None)
+            free.append(memory)
+            if failed:  # in a thread's first call there may be no context: Triton's path has one made, and names other errors
+                by_triton(stream, *values)
+
+        return start
+
+
+class Parameter(NamedTuple):
+    """One parameter of a kernel: bytes, and its value, or which of the values given at each launch it is."""
+
+    size: int
+    value: int | None  # little-endian, in a word of 64 bits
+    hole: int | None
+
+
+def parameters_of(signature: Iterable[Any], args: Iterable[Any], holes: Sequence[int] = ()) -> list[Parameter] | None:
+    """Those of a kernel of Triton's, in order: what is compiled in is none, tuples are flattened, scratch memory comes last.
+
+    `signature`: Triton's types, nested as `args` are. None if there is one that is no number and no pointer (a descriptor).
+    """
+    found: list[Parameter] = []
+    for at, (kind, value) in enumerate(zip(signature, args, strict=True)):
+        for leaf, item in _leaves(kind, value):
+            size = 8 if leaf[0] == "*" else SIZES.get(leaf)
+            if size is None:
+                return None
+            found.append(Parameter(size, None, holes.index(at)) if at in holes else Parameter(size, _word(leaf, item), None))
+    return found + [Parameter(8, 0, None)] * SCRATCH
+
+
+def _leaves(kind: Any, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(kind, tuple):
+        for pair in zip(kind, value, strict=True):
+            yield from _leaves(*pair)
+    elif kind != "constexpr":
+        yield kind, value
+
+
+def _word(kind: str, value: Any) -> int:
+    """A value as the low bytes of a word."""
+    if kind in FLOATS:
+        return int.from_bytes(struct.pack(FLOATS[kind], value), "little")
+    if kind == "bf16":
+        return int.from_bytes(struct.pack("<f", value), "little") >> 16  # truncated, as Triton does
+    if kind[0] == "*":
+        return 0 if value is None else value if isinstance(value, int) else value.data_ptr()
+    return int(value)
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint), ("stream", ctypes.c_void_p),
+                ("attributes", ctypes.c_void_p), ("number", ctypes.c_uint)]
+
+
+def _memory(grid: int, warps: int, shared: int, parameters: list[Parameter], filled: int) -> tuple[Any, ...]:
+    """What a launch reads: its configuration, that one's address, the values (those given at each launch first), the values' addresses."""
+    config = _Config((grid, 1, 1), (32 * warps, 1, 1), shared)
+    values = [0] * filled + [p.value for p in parameters if p.value is not None]
+    words = (ctypes.c_uint64 * len(values))(*values)
+    first, fixed = ctypes.addressof(words), iter(range(filled, len(values)))
+    places = [next(fixed) if p.hole is None else p.hole for p in parameters]
+    return config, ctypes.byref(config), words, (ctypes.c_void_p * len(places))(*(first + 8 * place for place in places))
+
+
+class _Driver:
+    """NVIDIA's, without Triton between."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL("libcuda.so.1")  # it lets other threads run meanwhile: a launch waits where the card's queue is full
+        self.launch, self._parameter = library.cuLaunchKernelEx, library.cuFuncGetParamInfo
+
+    def takes(self, function: ctypes.c_void_p, sizes: list[int]) -> bool:
+        """Has the kernel parameters of these bytes, and no others?"""
+        offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+        for at, expected in enumerate([*sizes, None]):
+            error = self._parameter(function, ctypes.c_size_t(at), ctypes.byref(offset), ctypes.byref(size))
+            if (None if error else size.value) != expected:
+                return False
+        return True
+
+
+@cache
+def _driver() -> _Driver | None:
+    try:
+        return _Driver()
+    except (OSError, AttributeError):  # no driver, or one older than CUDA 12.4
+        return None
 
 
 @cache

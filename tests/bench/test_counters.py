@@ -1,6 +1,7 @@
 """Reading Nsight Compute without it: a stand-in for its reader and for the program itself."""
 import stat
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,18 @@ def test_time_comes_in_the_unit_the_report_says_and_what_has_no_answer_is_none(t
     launches = counters.read(Path("report"), reader(tmp_path, f"[{', '.join(actions)}]"))
     assert [x.seconds for x in launches] == [3e-6, 2.0, 0.0]
     assert all(x.dram_read is x.dram_written is None for x in launches)
+
+
+def test_launches_of_other_threads_belong_to_the_mark_before_them(tmp_path: Path) -> None:
+    """Autograd's: they lie in no range of the thread that asked for the gradients."""
+    within = [("mark", "backward"), (), ("a library's own",), ("mark", "softmax"), ("softmax",), ()]
+    actions = [f"Action('k{n}', None)" for n in range(len(within))]
+    launches = counters.read(Path("report"), reader(tmp_path, f"[{', '.join(actions)}]"))
+    marked = [replace(launch, within=tuple(counters.MARK if name == "mark" else name for name in names))
+              for launch, names in zip(launches, within, strict=True)]
+    assert [(x.kernel, x.within) for x in counters.filed(marked)] == [
+        ("k1", ("backward",)), ("k2", ("backward", "a library's own")), ("k4", ("softmax",)), ("k5", ("softmax",))]
+    assert counters.filed(launches) == launches
 
 
 def test_a_reader_that_crashes_is_an_error_that_says_where(tmp_path: Path) -> None:

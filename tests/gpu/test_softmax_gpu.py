@@ -1,8 +1,11 @@
 """Softmax on a real card: sizes, streams, graphs and compilers the interpreter cannot show."""
+from threading import Barrier, Thread
+
 import pytest
 import torch
 
 from onchip.bench.memory import peak_extra_bytes
+from onchip.launcher import Launcher
 from onchip.softmax.api import log_softmax, logsumexp, softmax, softmax_topk
 from onchip.softmax.triton import launch
 from onchip.testing.softmax import agree, judge
@@ -58,7 +61,7 @@ def test_clusters_and_parts_are_taken_where_the_plan_says():
     for rows, n in ((200, 8192), (200, 32_768), (200, 33_000), (200, 131_072), (200, 262_144), (200, 270_000), (4, 65_536)):
         softmax(data(rows, n, dtype=torch.bfloat16))
     found = [(made.cluster, made.rounds > 0) for made in launch._LAUNCHES.values()]
-    assert found == [(1, False), (1, False), (5, False), (16, False), (16, False), (1, True), (1, True)]
+    assert found == [(1, False), (4, False), (5, False), (16, False), (16, False), (1, True), (1, True)]
     masked = data(200, 40_000, dtype=torch.bfloat16)
     softmax(masked, mask=masked > 0)
     assert list(launch._LAUNCHES.values())[-1].cluster == 5
@@ -284,3 +287,56 @@ def test_thirty_runs_are_bitwise_equal():
 def test_auto_takes_triton_here():
     assert softmax(data(3, 8).requires_grad_()).grad_fn.name() == "_SoftmaxBothModesBackward"
     assert softmax(data(3, 8).double().requires_grad_()).grad_fn.name() == "SoftmaxBackward0"
+
+
+@pytest.mark.parametrize("shape", [(8, 128), (512, 128), (64, 4096), (7, 1001), (200, 270_000)])
+def test_the_second_call_goes_straight_to_the_driver(shape, monkeypatch):
+    """And gives the same bits, on the current stream, in a graph and for another tensor of the kind."""
+    xs = [data(*shape, dtype=torch.bfloat16), data(*shape, dtype=torch.bfloat16, size=1.0)]
+    right = [softmax(x.clone(), scale=0.3) for x in xs]  # the first one by Triton's path
+    reference = [torch.softmax(x.float() * 0.3, -1) for x in xs]
+    if shape[1] < 200_000:  # groups of thread blocks start together, by Triton's launcher
+
+        def refuse(*_):
+            raise AssertionError("by Triton's launcher")
+
+        monkeypatch.setattr(Launcher, "__call__", refuse)
+    for x, y, exact in zip(xs, right, reference, strict=True):
+        torch.testing.assert_close(y.float(), exact, rtol=1e-2, atol=1e-6)
+        assert torch.equal(softmax(x, scale=0.3), y)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(1_000_000)
+        there = xs[0] + 0  # not yet there, elsewhere
+        found = softmax(there, scale=0.3)
+    torch.cuda.synchronize()
+    assert torch.equal(found, right[0])
+    still = xs[0].clone()
+    with torch.cuda.graph(graph):
+        captured = softmax(still, scale=0.3)
+    still.copy_(xs[1])
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, right[1])
+
+
+def test_threads_call_at_once_with_tensors_of_their_own():
+    xs = [data(64, 128, size=1.0 + i) for i in range(4)]
+    right, found, barrier = [softmax(x) for x in xs], [[] for _ in xs], Barrier(4)
+
+    def many(i):
+        barrier.wait()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            found[i] = [softmax(xs[i]) for _ in range(500)]
+            torch.cuda.current_stream().synchronize()
+
+    torch.cuda.synchronize()
+    threads = [Thread(target=many, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for y, all_of in zip(right, found, strict=True):
+        assert len(all_of) == 500
+        assert all(torch.equal(y, one) for one in all_of)

@@ -117,7 +117,8 @@ def test_the_program_that_is_profiled_launches_every_rung_once_in_its_range(monk
     monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: heard.append("stop"))
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", heard.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: heard.append("pop"))
+    monkeypatch.setattr("onchip.bench.counters.mark", lambda: heard.append("mark"))
     calls = [("fa2", lambda: heard.append("fa2")), ("naive", lambda: heard.append("naive"))]
     monkeypatch.setattr(counted, "_calls", lambda job: iter(calls))
     counted.profiled([{}])
-    assert heard == ["fa2", "fa2", "start", "0 fa2", "fa2", "pop", "stop", "naive", "naive", "start", "0 naive", "naive", "pop", "stop"]
+    assert heard == [step for key in ("fa2", "naive") for step in (key, key, "start", f"0 {key}", "mark", key, "pop", "stop")]

@@ -83,47 +83,79 @@ def test_graphs_and_threads_get_words_of_their_own(monkeypatch, captured):
     assert launch.exchange(device, stream, 0) == ()
 
 
-@pytest.fixture
-def known(monkeypatch):
-    """Every call that may take the short way does, and says so."""
+@pytest.fixture(params=[True, False], ids=["Dynamo's guard", "without it"])
+def known(request, monkeypatch):
+    """Every call with a tensor like this one that may take the short way does, and says so."""
+    if not request.param:
+        monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
+    monkeypatch.setattr(api, "Tensor", OnCard)  # type(x) is Tensor
+    x = torch.randn(3, 5).as_subclass(OnCard)
+    alike = api._alike(x)
+
     class All(dict):
-        def get(self, key):
+        def get(self, key, default):
             hash(key)
-            return lambda x: "short"
+            return ((alike, x.data_ptr() % 16, lambda x, address: "short"),)
 
     monkeypatch.setattr(api, "_KNOWN", All())
-    monkeypatch.setattr(api, "Tensor", OnCard)  # type(x) is Tensor
-    return torch.randn(3, 5).as_subclass(OnCard)
+    monkeypatch.setattr(api, "_run", lambda *a, **k: "long")
+    return x
 
 
 def test_a_plain_call_takes_the_short_way(known):
     assert softmax(known) == "short"
-    assert softmax(known, 0, scale=0.5, causal=False, dtype=torch.float32) == "short"
+    assert softmax(known.clone(), 0, scale=0.5, causal=False, dtype=torch.float32) == "short"
     with torch.no_grad():
-        assert softmax(known.clone().requires_grad_()) == "short"
+        assert softmax(known) == "short"
 
 
-def test_any_other_call_does_not(known, monkeypatch):
-    ways = []
-    monkeypatch.setattr(api, "_run", lambda *a, **k: ways.append("long") or "long")
-    assert softmax(torch.randn(3, 5)) == "long"  # another class: a parameter, a fake tensor, a CPU tensor
-    for arguments in ({"mask": True}, {"bias": True}, {"inplace": True}, {"dim": True}, {"causal": 1}, {"dtype": ["no", "hash"]}):
+def test_other_arguments_do_not(known):
+    assert softmax(torch.randn(3, 5)) == "long"  # another class: a parameter, a fake tensor
+    for arguments in ({"mask": True}, {"bias": True}, {"inplace": True}, {"dim": True}, {"causal": 1}, {"dtype": ["no", "hash"]},
+                      {"scale": True}, {"dim": 1.0}):
         assert softmax(known, **arguments) == "long"
-    assert softmax(known.clone().requires_grad_()) == "long"
+    for x in ([[1.0]], None, torch.eye(2).to_sparse()):
+        assert softmax(x) == "long"
+
+
+def test_other_tensors_do_not(known):
+    room, both = torch.zeros(64), torch.randn(3, 5, dtype=torch.complex64)
+    for x in (known.half(), known[:, :4], known.t().contiguous().t(), known.clone().requires_grad_(), both.conj().imag,
+              room[1:16].view(3, 5), known.to("meta")):
+        assert softmax(x.as_subclass(OnCard)) == "long"
+    with torch.no_grad():
+        assert softmax(known.clone().requires_grad_()) == "long"
+    with torch.inference_mode():
+        found = softmax(known.clone())
+    assert found == ("long" if hasattr(torch._C._dynamo.guards, "TensorGuards") else "short")  # dispatched otherwise, to the same end
+
+
+def test_nor_do_calls_that_others_take_part_in(known):
+    seen = []
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert softmax(known) == "long"
-    monkeypatch.setattr(ops, "alone", lambda: False)
-    assert softmax(known) == "long"
+        seen.append(softmax(known))
+    with torch.autograd.forward_ad.dual_level():
+        seen.append(softmax(known))
+    with torch.utils._python_dispatch.TorchDispatchMode():
+        seen.append(softmax(known))
+    with torch.overrides.TorchFunctionMode():
+        seen.append(softmax(known))
+    torch.func.vmap(lambda y: seen.append(softmax(known)) or y)(torch.zeros(2))
+    torch.func.functionalize(lambda y: seen.append(softmax(known)) or y)(torch.zeros(2))
+    torch.func.grad(lambda y: seen.append(softmax(known)) or y)(torch.zeros(()))
+    torch.compile(lambda y: seen.append(softmax(known)) or y, backend="eager")(torch.zeros(2))
+    assert seen == ["long"] * 8
+    assert softmax(known) == "short"
 
 
 @INTERPRETED
 def test_only_plain_calls_are_learnt(monkeypatch):
     learnt = []
-    monkeypatch.setattr(api, "_learn", lambda call, spec: learnt.append(call))
+    monkeypatch.setattr(api, "_learn", lambda *call: learnt.append(call[:-1]))
     x = torch.randn(3, 5)
     softmax(x, backend="triton")
     assert not learnt  # not on a GPU
-    monkeypatch.setattr(api, "_plain", lambda call: True)
+    monkeypatch.setattr(api, "_plain", lambda x: True)
     softmax(x, 1, scale=0.5, backend="triton")
     softmax(x, mask=x > 0, backend="triton")
     softmax(x, bias=x, backend="triton")
@@ -155,12 +187,18 @@ def test_the_short_way_starts_the_kernel_that_was_started_before(monkeypatch):
     launch.forward(x, None, SPEC)
     one, = launch._LAUNCHES.values()
     assert launch.quick(x, SPEC) is None  # nothing to start it with, under the interpreter or before the first call
-    one.launcher = lambda grid, stream, args: started.append((grid, stream, args))
+    class Started:
+        def bound(self, grid, args, holes):
+            assert holes == (0, 1)
+            return lambda stream, *values: started.append((grid, stream, (*values, *args[2:])))
+
+    one.launcher = Started()
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # the index of a CPU tensor's device
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
     run = launch.quick(x, SPEC)
     other = torch.randn(3, 40)
-    results = [run(x), run(other)]
+    results = [run(x, x.data_ptr()), run(other, other.data_ptr())]
+    assert [(y.shape, y.stride(), y.dtype) for y in results] == [(x.shape, x.stride(), x.dtype)] * 2
     assert [(grid, stream, args[0], args[1]) for grid, stream, args in started] == [
         (one.grid, 77, t.data_ptr(), y.data_ptr()) for t, y in zip((x, other), results, strict=True)]
     assert all(args[2:4] == (0, 0) and args[4:] == one.rest for *_, args in started)

@@ -105,13 +105,13 @@ def test_plans_compile_for_hopper_and_move_16_bytes_at_a_time():
     kernels = fresh.call(compile_plans.main, cases)
     assert len(kernels) == 2 * 2 * len(cases)
     for kernel in kernels:
-        assert kernel["stack"] <= (96 if kernel["name"] == "backward" else 0), kernel  # the widest backwards spill a little: see the plan
+        assert kernel["stack"] <= (96 if kernel["name"] == "backward" else 0), kernel  # the widest backward spills a little
         assert kernel["accesses"] == kernel["wide"] > 0, kernel
 
 
 def test_parts_compile_for_hopper_as_the_plan_says():
     """Without spills; loads of 16 bytes only, straight to shared memory; as many blocks on an SM as are counted on."""
-    for kernel in fresh.call(compile_parts.main, [[270_000, "bfloat16"], [300_007, "bfloat16"], [262_144, "float32"]]):
+    for kernel in fresh.call(compile_parts.main, [[270_000, "bfloat16"], [300_007, "bfloat16"], [270_000, "float32"]]):
         assert kernel["spills"] == 0, kernel
         assert kernel["copies"] == kernel["wide_copies"] > 0, kernel
         assert kernel["stores"] == kernel["wide_stores"] or kernel["edges"], kernel
@@ -121,12 +121,14 @@ def test_parts_compile_for_hopper_as_the_plan_says():
 
 
 def test_clusters_compile_for_hopper_without_spills():
-    for kernel in fresh.call(compile_parts.main, [[65_536, "bfloat16"], [50_257, "bfloat16"], [131_072, "float32"]]):
-        if kernel["name"] == "_resident":  # the gradient of rows with edges is computed in parts
-            assert kernel["spills"] <= 32, kernel  # bytes: 24 of rows with edges, of the 72 registers that let seven blocks share an SM
-            assert kernel["wide"] > 0, kernel
-            assert kernel["parts"] > 1, kernel
-            assert kernel["cluster_waits"] == kernel["sends"] == 1, kernel
+    cases = [[65_536, "bfloat16"], [50_257, "bfloat16"], [262_144, "bfloat16"], [131_072, "float32"]]
+    kernels = fresh.call(compile_parts.main, cases)
+    assert len(kernels) == 2 * len(cases)
+    for kernel in kernels:
+        assert kernel["spills"] <= 8, kernel  # bytes, of rows with edges in the 72 registers that let seven blocks share an SM
+        assert kernel["wide"] > 0, kernel
+        assert kernel["parts"] > 1, kernel
+        assert kernel["cluster_waits"] == kernel["sends"] == 1, kernel
 
 
 def test_two_passes_compile_with_edges_and_without():

@@ -2,6 +2,7 @@
 import pytest
 import torch
 
+from onchip.softmax import log_softmax, logsumexp, softmax
 from onchip.softmax.triton import plan, rows
 from onchip.testing.softmax import DEVICE, agree
 
@@ -18,7 +19,7 @@ def folded(*arguments, **options):
 
 def test_neighbours_in_memory_merge():
     assert folded(torch.empty(2, 3, 4, 5)) == ((1, 1, 24, 5), (0, 0, 5, 1))
-    assert folded(torch.empty(2, 3, 4, 5), -3) == ((1, 2, 20, 3), (0, 60, 1, 20))
+    assert folded(torch.empty(2, 3, 4, 5), -3) == ((2, 1, 20, 3), (60, 0, 1, 20))
     assert folded(torch.empty(2, 3, 4, 5), -4) == ((1, 1, 60, 2), (0, 0, 1, 60))
     assert folded(torch.empty(2, 1, 4, 1, 5)) == ((1, 1, 8, 5), (0, 0, 5, 1))
     assert folded(torch.empty(7)) == ((1, 1, 1, 7), (0, 0, 0, 1))
@@ -26,13 +27,13 @@ def test_neighbours_in_memory_merge():
 
 def test_a_broadcast_mask_keeps_apart_only_what_it_must():
     x = torch.empty(2, 3, 4, 5)
-    assert folded(x, -1, torch.empty(2, 1, 1, 5).expand(2, 3, 4, 5))[0] == (1, 2, 12, 5)
+    assert folded(x, -1, torch.empty(2, 1, 1, 5).expand(2, 3, 4, 5))[0] == (2, 1, 12, 5)
     assert folded(x, -1, torch.empty(2, 1, 4, 5).expand(2, 3, 4, 5))[0] == (2, 3, 4, 5)
 
 
 def test_queries_stay_by_themselves():
-    assert folded(torch.empty(2, 3, 4, 5), queries=True)[0] == (1, 6, 4, 5)
-    assert folded(torch.empty(2, 3, 1, 5), queries=True)[0] == (1, 6, 1, 5)
+    assert folded(torch.empty(2, 3, 4, 5), queries=True)[0] == (6, 1, 4, 5)
+    assert folded(torch.empty(2, 3, 1, 5), queries=True)[0] == (6, 1, 1, 5)
 
 
 def test_more_than_three_dimensions_that_do_not_merge_are_copied():
@@ -93,8 +94,91 @@ def test_rows_that_wait_in_16_bits(force, n, dtype):
         agree(x, log=log, scale=-0.5)
 
 
+def triangle(rows, n, dtype=torch.float32):
+    """x, NaN wherever the triangle hides it: what is read beside the last position seen must not count."""
+    x = torch.randn(1, rows, n, generator=torch.Generator().manual_seed(n)) * 3
+    return torch.where(torch.ones(rows, n, dtype=torch.bool).tril(n - rows), x, torch.nan).to(DEVICE, dtype)
+
+
+def right_under(x, log=False, scale=1.0):
+    """Softmax over what the triangle leaves, in float64; a row that it leaves nothing is empty."""
+    rows, n = x.shape[-2:]
+    s = (x.double() * scale).masked_fill(~torch.ones(rows, n, dtype=torch.bool, device=x.device).tril(n - rows), -torch.inf)
+    y = (torch.log_softmax if log else torch.softmax)(s, -1)
+    y[:, : max(0, rows - n)] = -torch.inf if log else 0.0
+    return y
+
+
+def close(got, right):
+    roundings = 2 * torch.finfo(got.dtype).eps
+    torch.testing.assert_close(got.double(), right, equal_nan=True, rtol=max(roundings, 1e-5), atol=roundings)
+
+
+@pytest.mark.parametrize(("dtype", "n"), [(torch.float32, 64), (torch.float32, 62), (torch.bfloat16, 64), (torch.float16, 62)])
+def test_tiles_of_a_triangle_are_halved_for_rows_that_see_little(force, monkeypatch, dtype, n):
+    """Rows that see nothing, all that a tile holds, one position more and less, and all; of whole vectors, and with edges."""
+    monkeypatch.setattr(plan, "EDGES_FROM", 50)
+    force(plan.Plan(True, 1, 64, 1, narrow=dtype != torch.float32))
+    x = triangle(n + 2, n, dtype)
+    assert fold(x, queries=True).edges is (n == 62)
+    close(softmax(x, causal=True, backend="triton"), right_under(x))
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0, 2.0])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_halved_tiles_of_logarithms_of_scaled_rows(force, narrow, scale):
+    """In 16 bits what is hidden waits as the infinity that becomes −∞ when it is scaled: there is none for 0."""
+    force(plan.Plan(True, 1, 64, 1, narrow=narrow))
+    x = triangle(66, 64, torch.float16 if narrow else torch.float32)
+    close(log_softmax(x, causal=True, scale=scale, backend="triton"), right_under(x, log=True, scale=scale))
+
+
+def test_halved_tiles_with_a_mask_and_a_bias(force):
+    force(plan.Plan(True, 1, 64, 1))
+    bias, mask = triangle(66, 64), (torch.rand(66, 64, generator=torch.Generator().manual_seed(1)) < 0.7).to(DEVICE)
+    x, mask[:4] = triangle(66, 64), False
+    y = softmax(x, causal=True, mask=mask, bias=bias, backend="triton")
+    right = torch.softmax((x + bias).double().masked_fill(x.isnan() | ~mask, -torch.inf), -1)
+    right[:, :4] = 0.0
+    close(y, right)
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_what_is_special_reaches_the_hidden_part_as_well(force, log):
+    """As in torch's own softmax of scores with −∞ there: 0 · (1/NaN) is NaN, in the parts of a tile that are only written too."""
+    force(plan.Plan(True, 1, 64, 1))
+    x = triangle(64, 64)
+    for seen in (10, 30, 60):  # in a quarter of the tile, in a half, in all of it
+        x[0, seen - 1, 3], x[0, seen, 4], x[0, seen + 1, 5] = torch.nan, torch.inf, -torch.inf
+    x[0, 20, :21] = -torch.inf
+    right = right_under(x, log)
+    right[0, 20] = -torch.inf if log else 0.0  # hidden or −∞ altogether: an empty row
+    close((log_softmax if log else softmax)(x, causal=True, backend="triton"), right)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="thousands of rows: too many for the interpreter")
+@pytest.mark.parametrize("n", [600, 1024, 2047, 4096, 8192, 8190, 16384, 20000, 32768, 50257, 65536])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_triangles_by_the_plans_of_the_card(dtype, n):
+    """A thousand rows of a square, from those that see nothing; of the longest ones the last rows alone."""
+    count = n + 2 if n <= 20000 else 64
+    x = torch.randn(1, count, n, device=DEVICE, dtype=dtype)
+    x.masked_fill_(~torch.ones(count, n, dtype=torch.bool, device=DEVICE).tril_(n - count), torch.nan)
+    at = torch.arange(0, count, max(1, count // 1000), device=DEVICE)
+    seen = torch.arange(n, device=DEVICE) <= (at + n - count)[:, None]
+    for scale in (1.0, -0.5):
+        right = torch.softmax((x[0, at].double() * scale).masked_fill(~seen, -torch.inf), -1).masked_fill(~seen, 0.0)
+        close(softmax(x, causal=True, scale=scale, backend="triton")[0, at], right)
+
+
+def test_sums_of_halved_tiles(force):
+    force(plan.Plan(True, 1, 64, 1))
+    x = triangle(66, 64)
+    close(logsumexp(x, causal=True, backend="triton"), torch.logsumexp(x.double().masked_fill(x.isnan(), -torch.inf), -1))
+
+
 def test_edges_in_two_passes(force):
-    force(plan.Plan(False, 2, 64, 4, 1))
+    force(plan.Plan(False, 1, 64, 4, 1))
     for n in (600, 601, 607):
         x = (torch.randn(5, n, generator=torch.Generator().manual_seed(n)) * 3).to(DEVICE)
         assert fold(x).edges is (n % 4 != 0)

@@ -101,6 +101,13 @@ def test_parts_and_chunks_hold_the_row_and_leave_little_empty(rows, runs, most):
     assert rows < 5000 or parts == -(-chunks // topk.CHUNKS)
 
 
+def test_a_row_may_end_in_the_last_but_one_chunk():
+    """Chunks are of 6144 to 8192 elements here; 28 of 6144 end at 172032, 5 elements past a row that begins with its vector."""
+    x = data(2, 172_027, dtype=torch.bfloat16)
+    x[1, :8] = 100.0  # what follows the first row
+    check(x, 3, backend="triton")
+
+
 def test_distances_beyond_32_bits_are_counted_in_64():
     def wide(stride):
         x = torch.empty((1 << 20, stride), dtype=torch.bfloat16, device="meta")

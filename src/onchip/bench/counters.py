@@ -1,10 +1,11 @@
 """Nsight Compute's counters of the kernels a program launches: what the ledger's predictions are held against.
 
 The program runs under `ncu`; kernels launched between ``torch.cuda.profiler.start()`` and ``stop()`` are counted, and each is filed under
-the NVTX ranges it was launched in. The report is read through Nsight's own Python reader (`ncu_report`, beside `ncu`), not from printed
-text, and by a process of its own, so that a crash of the reader is an error like any other (`onchip.bench.report_reader`). Clocks are left
-as they are. A kernel runs once for every few counters, with the memory it writes put back and the caches flushed before each time: counts
-are those of a cold start, and a kernel that counts its own tiles in memory finds the counter as it left it.
+the NVTX ranges it was launched in, and under those of the `mark` before it. The report is read through Nsight's own Python reader
+(`ncu_report`, beside `ncu`), not from printed text, and by a process of its own, so that a crash of the reader is an error like any other
+(`onchip.bench.report_reader`). Clocks are left as they are. A kernel runs once for every few counters, with the memory it writes put back
+and the caches flushed before each time: counts are those of a cold start, and a kernel that counts its own tiles in memory finds the
+counter as it left it.
 
 What each counter sees of Hopper's engines: TMA's loads and stores cross the same crossbar as other ones and are in `sm_read`, `sm_written`
 and the L2's; wgmma is in `tensor_pipe`; the shared memory that wgmma and TMA touch goes past the load-store pipe, so `conflicts` are those
@@ -20,12 +21,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from onchip.errors import InputError
 
+MARK = "onchip: what follows"  # the range that `mark` launches in
 SECTOR = 32  # bytes: what the L2 hands out at a time
 # What is counted → Nsight's name of it, or names, the first that the card has: they differ from one architecture to the next.
 METRICS: dict[str, tuple[str, ...]] = {
@@ -98,17 +100,39 @@ def find_reader(ncu: Path) -> Path:
 
 
 def record(name: str, call: Callable[[], object]) -> None:
-    """To be called in the program that is profiled: `call` once, its launches counted under the NVTX range `name`."""
+    """To be called in the program that is profiled: `call` once, its launches counted and filed under `name`."""
     import torch
 
     torch.cuda.synchronize()
     torch.cuda.empty_cache()  # the profiler saves all that is allocated, for every kernel
     torch.cuda.profiler.start()
     torch.cuda.nvtx.range_push(name)
+    mark()
     call()
     torch.cuda.synchronize()
     torch.cuda.nvtx.range_pop()
     torch.cuda.profiler.stop()
+
+
+def mark() -> None:
+    """A launch that says: what follows belongs to the ranges around me. Ranges are a thread's own, and autograd works in another."""
+    import torch
+
+    torch.cuda.nvtx.range_push(MARK)
+    torch.ones(1, device="cuda")
+    torch.cuda.nvtx.range_pop()
+
+
+def filed(launches: Sequence[Counters]) -> list[Counters]:
+    """Without the marks, each launch within the ranges of the mark before it, whatever thread it came from."""
+    found: list[Counters] = []
+    around: tuple[str, ...] = ()
+    for launch in launches:
+        if MARK in launch.within:
+            around = tuple(name for name in launch.within if name != MARK)
+        else:
+            found.append(replace(launch, within=(*around, *(name for name in launch.within if name not in around))))
+    return found
 
 
 def count(command: Sequence[str], ncu: Path, seconds: float | None = None) -> list[Counters]:
@@ -177,7 +201,7 @@ def read(report: Path, reader: Path, seconds: float | None = None) -> list[Count
             raise InputError(f"ncu: reading the report took more than {seconds:.0f} s; accepted: fewer launches") from None
         if not answer.is_file():
             raise InputError(f"ncu: the report was written, but Nsight's Python reader {reader} {_end(done.returncode, done.stderr)}")
-        return [_counters(launch) for launch in json.loads(answer.read_text())]
+        return filed([_counters(launch) for launch in json.loads(answer.read_text())])
 
 
 def _end(code: int, said: str) -> str:

@@ -64,7 +64,7 @@ def _formats(problem: AttentionProblem) -> Formats:
 def _eager_ledger(problem: AttentionProblem, gpu: GPU) -> Pipeline:
     rows, keys = cublas_tile(problem, gpu)
     return naive_backward(problem.shape, tile_on(gpu, rows, keys), _formats(problem), key_rows=rows, scale_kernel=True,
-                          mask_kernel=problem.shape.masked)
+                          mask_kernel=problem.shape.masked, product_kernel=True)
 
 
 def _naive_ledger(problem: AttentionProblem, gpu: GPU) -> Pipeline:

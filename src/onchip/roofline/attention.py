@@ -12,6 +12,7 @@ Conventions, shared with `onchip.simulate`, which executes the same schedules an
 Sources: FlashAttention (arXiv 2205.14135, Alg. 1 and 4), FlashAttention-2 (arXiv 2307.08691, Alg. 1 and 2), Flash-Decoding (2023).
 """
 from dataclasses import dataclass
+from itertools import accumulate
 
 from onchip.errors import require
 from onchip.roofline.dtypes import BYTES, parse_dtype
@@ -183,13 +184,14 @@ def fa1(shape: AttentionShape, tile: Tile, formats: Formats = Formats()) -> Pipe
     """FlashAttention-1: K/V outer, Q inner; O, m, l written once to initialise, then read and written at every step. One block a head."""
     b, w, n = Sizes(shape, formats), walk(shape, tile.br, tile.bc), shape.query_heads
     d, dv, e, et, sk = shape.head_dim, shape.head_dim_v, formats.e, formats.et, shape.seq_k
-    set_bytes, sweeps = shape.seq_q * ((d + dv) * e + 2 * et), count_blocks(sk, tile.bc)
+    set_bytes, sweeps, shares = shape.seq_q * ((d + dv) * e + 2 * et), count_blocks(sk, tile.bc), row_shares(shape, tile)
 
     def state(tensor: str, nbytes: int, row_bytes: int, *, write: bool) -> Stream:
         first = 1 if write else 0  # the write that initialises; every read is of what the kernel itself wrote
-        return Stream(tensor, write, first * nbytes, n * w.row_visits * row_bytes + first * nbytes, nbytes, set_bytes, n, 1, sweeps + first)
+        return Stream(tensor, write, first * nbytes, n * w.row_visits * row_bytes + first * nbytes, nbytes, set_bytes, n, 1, sweeps + first,
+                      shares=shares)
 
-    streams = [Stream("Q", False, b.q, n * w.row_visits * d * e, b.q, set_bytes, n, 1, sweeps)]
+    streams = [Stream("Q", False, b.q, n * w.row_visits * d * e, b.q, set_bytes, n, 1, sweeps, shares=shares)]
     for tensor, nbytes, row_bytes in (("O", b.o, dv * e), ("m", b.stat, et), ("l", b.stat, et)):
         streams += [state(tensor, nbytes, row_bytes, write=False), state(tensor, nbytes, row_bytes, write=True)]
     kv_set = sk * (d + dv) * e
@@ -198,6 +200,17 @@ def fa1(shape: AttentionShape, tile: Tile, formats: Formats = Formats()) -> Pipe
     kernel = Kernel("FlashAttention-1", tuple(streams), n, matmul_flops=2 * n * w.area * (d + dv), exps=n * (w.area + 2 * w.row_visits),
                     vector_ops=n * (SOFTMAX_OPS * w.area + 2 * w.row_visits * dv), smem_bytes=operand_smem(n, w, tile, d + dv, d, e))
     return Pipeline("FlashAttention-1", (kernel,), b.forward, useful_flops(shape))
+
+
+def row_shares(shape: AttentionShape, tile: Tile) -> tuple[float, ...]:
+    """The share of the query rows that meet each key tile, empty where all do: what one step of FA1's loop over K and V touches."""
+    if not shape.masked:
+        return ()
+    change = [0] * (count_blocks(shape.seq_k, tile.bc) + 1)
+    for rows, first, last, _ in visits(shape, tile.br, tile.bc):
+        change[first] += rows
+        change[last] -= rows
+    return tuple(met / shape.seq_q for met in accumulate(change[:-1]))
 
 
 def split_kv(shape: AttentionShape, tile: Tile, splits: int, formats: Formats = Formats(), *, pack_gqa: bool = False) -> Pipeline:

@@ -18,11 +18,12 @@ def backward_flops(shape: AttentionShape) -> int:
 
 
 def naive_backward(shape: AttentionShape, tile: Tile | None = None, formats: Formats = Formats(), *, key_rows: int | None = None,
-                   scale_kernel: bool = False, mask_kernel: bool = False) -> Pipeline:
+                   scale_kernel: bool = False, mask_kernel: bool = False, product_kernel: bool = False) -> Pipeline:
     """Five kernels; P is read twice (the forward kept it), dP and dS are written and read. Nothing is skipped.
 
     `tile` is that of dP, and its rows those of dQ; a block of dK and dV owns `key_rows` keys, as many as the tile unless given. What the
-    forward did to S in a kernel of its own, scaling or masking it, has a kernel here that does it to dS.
+    forward did to S in a kernel of its own, scaling or masking it, has a kernel here that does it to dS. `product_kernel`: another makes
+    P ∘ dP, as torch's softmax backward does.
     """
     n, kv, group = shape.query_heads, shape.kv_pairs, shape.group
     sq, sk, d, dv, e = shape.seq_q, shape.seq_k, shape.head_dim, shape.head_dim_v, formats.e
@@ -43,6 +44,8 @@ def naive_backward(shape: AttentionShape, tile: Tile | None = None, formats: For
         gemm("dP = dO Vᵀ", (operand("dO", b.o, b.o * tk, dov_set, kv, group * tq * tk),
                             operand("V", b.v, b.v * group * tq, dov_set, kv, group * tq * tk), scores("dP", b.s, write=True)),
              n * tq * tk, n, sq, sk, dv),
+        *([Kernel("P ∘ dP", (scores("P", b.s), scores("dP", b.s), scores("P ∘ dP", b.s, write=True)), n * sq, vector_ops=b.scores)]
+          if product_kernel else []),
         Kernel("dS = P ∘ (dP − D)", (scores("P", b.s), scores("dP", b.s), scores("dS", b.s, write=True)), n * sq,
                vector_ops=BACKWARD_OPS * b.scores),
         *([on_scores("mask dS")] if mask_kernel else []), *([on_scores("dS · scale")] if scale_kernel else []),

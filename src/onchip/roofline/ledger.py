@@ -19,6 +19,7 @@ class Stream:
     `issued` bytes are asked for, `unique` of them are new to the kernel (0 where it re-reads what it wrote itself). Where data is used
     again, four numbers tell the L2 model how: it falls into `sets` of `set_bytes` (the K and V of one head, say), each walked by
     `walkers` thread blocks (the head's query tiles), each of them `sweeps` times; one walk over everything touches `extent` bytes.
+    `shares`: the share of a set that each sweep touches, where a mask makes them differ.
     """
 
     tensor: str
@@ -31,6 +32,7 @@ class Stream:
     walkers: int = 1
     sweeps: int = 1
     intermediate: bool = False  # made by one kernel for another: costs no DRAM where it fits in L2
+    shares: tuple[float, ...] = ()  # one a sweep; empty: every sweep walks the whole set
 
 
 @dataclass(frozen=True)

@@ -92,8 +92,13 @@ def alone(*tensors: Tensor | None) -> bool:
     """Nobody watches or changes what torch functions do, apart from reverse mode, and the tensors hold what they say: an operator's
     implementation may be called without the dispatcher, which takes some 10 µs for operators in Python. (It makes tensors that are the
     negative of their memory, such as ``z.conj().imag``, positive.)"""
-    return not (is_dynamo_compiling() or _are_functorch_transforms_active() or _len_torch_dispatch_stack() or _len_torch_function_stack()
-                or forward_ad._current_level >= 0 or any(t is not None and t.is_neg() for t in tensors))
+    if (is_dynamo_compiling() or _are_functorch_transforms_active() or _len_torch_dispatch_stack() or _len_torch_function_stack()
+            or forward_ad._current_level >= 0):
+        return False
+    for t in tensors:  # noqa: SIM110 a generator takes as long as all the rest
+        if t is not None and t.is_neg():
+            return False
+    return True
 
 
 class _Softmax(torch.autograd.Function):

@@ -35,9 +35,12 @@ RESIDENT_WARPS = {1024: (2, 2), 2048: (4, 4), 4096: (8, 8), 8192: (16, 8), 16384
 # Wider rows of 16 bits, forward: width → warps and registers. So 2 programs of 32768 columns share an SM, and one reads while the other
 # computes: 4.03 TB/s where rows in float32 had 3.13; 16384: 4.00 and 3.65; a copy 4.15.
 NARROW = {16384: (8, None), 32768: (16, 64)}
-# Rows that start inside a vector: the 16 elements of their ends cost each thread as much as 8 of its own, so it gets 32. With 16 a forward
-# took 30 instructions an element, of the 32 that an SM issues at the memory's rate: 3.23 TB/s at 4095, where 4096 had 4.07.
+# Rows that start inside a vector: their ends cost each thread some 100 instructions, so it gets 32 elements, 14 instructions for each.
+# With 16 it is 20, of the 32 that an SM issues at the memory's rate: within 1 % at 1001 and 4095 columns, 3 % slower at 8191.
 EDGES_EACH = 32
+# Rows of a triangle get 32 elements a thread as well: they move 3/4 of a plain row's bytes, and may issue no more of its instructions. Half
+# the warps, in tiles halved for rows that see little, issue 0.80 to 0.84 of them (1024, 4096, 8192 columns of bf16), all of them 1.2.
+NARROW_TRIANGLE = {8192: (8, None), **NARROW}  # 48 registers for 56: five programs an SM for four
 SHORT_TILE, SHORT_WARPS = 1024, 1  # narrower rows share a program of this many elements
 # Two passes: what pays is bytes in flight, more than rows in L2. 1, 2, 4 programs an SM: 1.7, 2.2, 2.7 TB/s at 65536 columns of bf16.
 STREAMED = Plan(False, 1, 8192, 8, 4)
@@ -49,10 +52,11 @@ ACROSS_ROWS, ACROSS_LEAST, ACROSS_TILE, ACROSS_WARPS = 64, 16, 8192, 8
 ACROSS_STREAMED = Plan(False, 64, 128, 8, 2)
 
 
-def choose(n: int, across: bool, edges: bool = False, forward: bool = True, narrow: bool = False) -> Plan:
+def choose(n: int, across: bool, edges: bool = False, forward: bool = True, narrow: bool = False, triangle: bool = False) -> Plan:
     """The tile for rows of `n` elements, however many there are.
 
-    `edges`: they start and end inside vectors; `narrow`: they have 16 bits an element and nothing is added to them.
+    `edges`: they start and end inside vectors; `narrow`: they have 16 bits an element and nothing is added to them; `triangle`: they are
+    those of one.
     """
     width = 1 << (n - 1).bit_length()  # the least power of two ≥ n
     if across:
@@ -62,29 +66,32 @@ def choose(n: int, across: bool, edges: bool = False, forward: bool = True, narr
         return Plan(True, SHORT_TILE // width, width, SHORT_WARPS)
     if width not in RESIDENT_WARPS:
         return STREAMED
-    if forward and narrow and width in NARROW:
-        warps, registers = NARROW[width]
+    waits = NARROW_TRIANGLE if triangle else NARROW
+    if forward and narrow and width in waits:
+        warps, registers = waits[width]
         return Plan(True, 1, width, warps, registers=registers, narrow=True)
-    return Plan(True, 1, width, min(16, width // (32 * EDGES_EACH)) if edges else RESIDENT_WARPS[width][not forward])
+    return Plan(True, 1, width, min(16, width // (32 * EDGES_EACH)) if edges or triangle else RESIDENT_WARPS[width][not forward])
 
 
-# Longer rows on clusters: columns of a thread block, its warps and registers. TB/s, and in parts, a copy 4.15 to 4.2: bf16 65536 4.09
-# (3.43), 131072 4.05 (3.46; 3.92 without the limit of 72 registers, so that seven blocks share an SM), 262144 3.70 (3.50); fp32 131072
-# 4.04 (3.69), 262144 3.74 (3.83, so it stays there).
-CLUSTER = (8192, 8, None)
-CLUSTER_NARROW = ((131072, (8192, 4, 72)), (262144, (16384, 8, None)))
-CLUSTER_MOST = 16  # thread blocks of a cluster
+# Longer rows on clusters. By (elements wait in 16 bits, backward): up to which length, and columns, warps and registers of a thread block.
+# What counts is bytes on an SM that wait for memory (112 to 160 KB) in the fewest warps that keep it busy (16). TB/s, copy 4.1 to 4.2:
+#   forward bf16 32001 4.07 (3.96 by one program), 50257 3.91, 65536 4.08, 131072 4.08, 151936 3.76, 262144 3.97 (eight warps: 3.70)
+#   forward fp32 131072 4.16, 262144 3.95 (in parts 3.87)
+#   backward bf16 16384 4.32 (4.10), 32001 4.29 (4.08), 50257 4.25 (3.18 in parts), 131072 4.22, 262144 4.06 (3.95); fp32 32768 4.35 (4.07)
+CLUSTERS = {
+    (True, False): ((131072, (8192, 4, 72)), (262144, (16384, 4, 120))),
+    (False, False): ((131072, (8192, 8, 64)), (262144, (16384, 8, 96))),
+    (True, True): ((131072, (8192, 4, 112)), (262144, (16384, 8, 112))),
+    (False, True): ((131072, (8192, 4, 160)),),
+}
+CLUSTERS_BEYOND = {(True, False): 16384, (False, False): 16384, (True, True): 8192, (False, True): 16384}  # else a program is as good
 
 
-def choose_cluster(n: int, edges: bool, backward: bool, narrow: bool) -> Plan | None:
-    """The cluster for rows of `n` elements that no program's registers hold.
-
-    None where a cluster's do not either, and for gradients of rows with edges: 50257 columns 3.10 TB/s, 3.20 in parts.
-    """
-    widths = CLUSTER_NARROW if narrow and not backward else ((CLUSTER_MOST * CLUSTER[0], CLUSTER),)
-    for width, (block, warps, registers) in widths:
-        if n <= width and not (backward and edges):
-            return Plan(True, 1, block, warps, registers=registers, narrow=narrow and not backward, parts=-(-n // block))
+def choose_cluster(n: int, backward: bool, narrow: bool) -> Plan | None:
+    """The cluster for rows of `n` elements; None where its registers do not hold them."""
+    for width, (block, warps, registers) in CLUSTERS[narrow, backward]:
+        if n <= width:
+            return Plan(True, 1, block, warps, registers=registers, narrow=narrow, parts=-(-n // block))
     return None
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from onchip.softmax.triton import plan as plans
 from onchip.softmax.triton.plan import Plan
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 INT32_MAX = 2**31 - 1
 NARROW_VECTOR = 8  # elements of 16 bits in a vector
 
@@ -119,7 +120,7 @@ def layout(shape: torch.Size, strides: tuple[tuple[str, tuple[int, ...]], ...], 
     if len(runs) > 3:
         return None
     n, none = shape[dim], (0,) * len(strides)
-    (n2, s2), (n1, s1), (n0, s0) = [(1, none)] * (3 - len(runs)) + runs
+    (n2, s2), (n1, s1), (n0, s0) = runs[:-1] + [(1, none)] * (3 - len(runs)) + runs[-1:]  # where n₁ = 1 the kernel divides once less
     if n0 == 1:
         s0 = none
     columns = tuple(s[dim] for _, s in strides)
@@ -129,11 +130,12 @@ def layout(shape: torch.Size, strides: tuple[tuple[str, tuple[int, ...]], ...], 
     for s in zip(*(of[name][:3] for name in wide), strict=True):
         whole &= all(step % vector == 0 for step in s)
         edges &= all((step - s[0]) % vector == 0 for step in s)
-    if across or any(of[name][3] != 1 for name in wide) or not (whole or edges):
+    alone = plans.choose(n, across, True, "x" in of, narrow(vector, of), queries).block_m == 1  # with edges a tile has one row
+    if across or any(of[name][3] != 1 for name in wide) or not (whole or (edges and alone)):
         whole, vector = True, 1
     mask_vector = vector if whole and "mask" in of and of["mask"][3] == 1 and all(s % vector == 0 for s in of["mask"][:3]) else 1
     places = {name: (a, b, c, d) for name, (a, b, c, d) in of.items()}
-    plan = plans.choose(n, across, not whole, "x" in of, narrow(vector, of))
+    plan = plans.choose(n, across, not whole, "x" in of, narrow(vector, of), queries)
     return Rows(places, n, n0, n1, n2 * n1, plan, vector, not whole, mask_vector)
 
 
@@ -193,8 +195,42 @@ def columns(block, step, lead, n, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, VEC
 
 @triton.jit
 def ends(lead, n, VECTOR: tl.constexpr):
-    """The same for the row's first vector and its last one, element by element."""
-    q = tl.arange(0, 2 * VECTOR)[None, :]
+    """The same for the first vector of a tile's only row and the last one, element by element: [2 · VECTOR], `lead` a scalar.
+
+    Of one dimension, so that a thread has one of them. Shaped like a tile, whose threads have a vector each, it would have eight of them,
+    and need shared memory and two barriers to store them: 18 instructions an element at 4095 columns of bf16 in place of 14.
+    """
+    q = tl.arange(0, 2 * VECTOR)
     last = tl.maximum((lead + n) // VECTOR * VECTOR, VECTOR)
     w = tl.where(q < VECTOR, q, last + q - VECTOR)
     return w, (w >= lead) & (w < lead + n)
+
+
+@triton.jit
+def only(a):
+    """The one element of `a`, a scalar."""
+    return tl.sum(tl.reshape(a, [1]), axis=0)
+
+
+@triton.jit
+def start(strides, i2, i1, i0, VECTOR: tl.constexpr):
+    """Elements from a tensor's first one to the vector in which the tile's only row begins, a scalar."""
+    return only((i2 * strides[0] + i1 * strides[1] + i0 * strides[2]) // VECTOR * VECTOR)
+
+
+@triton.jit
+def anew(x):
+    """x, elements of 16 bits, behind a move that hides whether they have been widened before: else the compiler would keep what it got
+    then, in twice the registers."""
+    if INTERPRETED:
+        return x
+    bits = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x.to(tl.int16, bitcast=True)], dtype=tl.int16, is_pure=False, pack=2)
+    return bits.to(x.dtype, bitcast=True)
+
+
+@triton.jit
+def again(a):
+    """`a`, a scalar, behind such a move: what is worked out from it need not be kept in registers from before."""
+    if INTERPRETED:
+        return a
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [a], dtype=tl.int32, is_pure=False, pack=1)

@@ -3,16 +3,22 @@ import triton
 import triton.language as tl
 
 from onchip.softmax.triton.cluster import INTERPRETED, enter, exchange
-from onchip.softmax.triton.rows import begin, columns, ends, lead, locate
+from onchip.softmax.triton.rows import anew, begin, columns, ends, lead, locate, only, start
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _load(dy, y, step_dy, step_y, w, keep, LOG: tl.constexpr, HIDING: tl.constexpr):
+def _read(dy, y, step_dy, step_y, w, keep, LOG: tl.constexpr):
+    """dy and y as they come; softmax, or the logarithm of it, is 0 where there is none."""
+    return (tl.load(dy + w * step_dy, mask=keep, other=0.0),
+            tl.load(y + w * step_y, mask=keep, other=float("-inf") if LOG else 0.0))
+
+
+@triton.jit
+def _values(d, y, LOG: tl.constexpr, HIDING: tl.constexpr):
     """dy, p = softmax (y is p or log p) and where the result was selected, or is as good as: there softmax ignores dy."""
-    p = tl.load(y + w * step_y, mask=keep, other=float("-inf") if LOG else 0.0).to(tl.float32)
-    d = tl.load(dy + w * step_dy, mask=keep, other=0.0).to(tl.float32)
+    d, p = d.to(tl.float32), y.to(tl.float32)
     gone = p == (float("-inf") if LOG else 0.0)
     if LOG:
         p = tl.exp2(p * LOG2E)
@@ -22,29 +28,42 @@ def _load(dy, y, step_dy, step_y, w, keep, LOG: tl.constexpr, HIDING: tl.constex
 
 
 @triton.jit
+def _load(dy, y, step_dy, step_y, w, keep, LOG: tl.constexpr, HIDING: tl.constexpr):
+    d, y = _read(dy, y, step_dy, step_y, w, keep, LOG)
+    return _values(d, y, LOG, HIDING)
+
+
+@triton.jit
 def _gradient(d, p, gone, total, scale, LOG: tl.constexpr, SCALED: tl.constexpr, HIDING: tl.constexpr):
-    """dx of a block from the row's `total`: Σ p ∘ dy, or Σ dy for the logarithm."""
-    dx = d - p * total[:, None] if LOG else p * (d - total[:, None])
+    """dx of a block from the rows' `total`, [rows, 1]: Σ p ∘ dy, or Σ dy for the logarithm."""
+    dx = d - p * total if LOG else p * (d - total)
     if SCALED:
         dx *= scale
     return tl.where(gone, 0.0, dx) if HIDING else dx
 
 
 @triton.jit
-def _load_ends(dy, y, lead, n, exists, VECTOR: tl.constexpr, LOG: tl.constexpr, HIDING: tl.constexpr):
-    """The same of a row's first vector and its last one, element by element."""
-    w, keep = ends(lead, n, VECTOR)
-    return _load(dy, y, 1, 1, w, keep & exists[:, None], LOG, HIDING)
+def _load_ends(dy, y, strides_dy, strides_y, i2, i1, i0, lead, part, n, VECTOR: tl.constexpr, LOG: tl.constexpr, HIDING: tl.constexpr):
+    """The same of a row's first vector and its last one, element by element; the row's first part has them."""
+    w, keep = ends(only(lead), n, VECTOR)
+    dy, y = dy + start(strides_dy, i2, i1, i0, VECTOR), y + start(strides_y, i2, i1, i0, VECTOR)
+    return _load(dy, y, 1, 1, w, keep & (part == 0), LOG, HIDING)
+
+
+@triton.jit
+def _store_ends(dx, d, p, gone, total, scale, strides_dx, i2, i1, i0, lead, n, VECTOR: tl.constexpr, LOG: tl.constexpr,
+                SCALED: tl.constexpr, HIDING: tl.constexpr):
+    """dx of them; `total`: [1]."""
+    w, keep = ends(only(lead), n, VECTOR)
+    dx += start(strides_dx, i2, i1, i0, VECTOR)
+    tl.store(dx + w, _gradient(d, p, gone, only(total), scale, LOG, SCALED, HIDING), mask=keep)
 
 
 @triton.jit
 def _total(dy, y, step_dy, step_y, lead, exists, n, blocks, step, WIDE: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CUT: tl.constexpr, LOG: tl.constexpr, HIDING: tl.constexpr):
-    """Σ p ∘ dy of whole rows, or Σ dy, block by block."""
+    """Σ p ∘ dy of whole rows but for their ends, or Σ dy, block by block."""
     total = tl.zeros([BLOCK_M], tl.float32)
-    if EDGES:
-        d_ends, p_ends, _ = _load_ends(dy, y, lead, n, exists, VECTOR, LOG, HIDING)
-        total += tl.sum(d_ends if LOG else p_ends * d_ends, axis=1)
     for block in range(blocks):
         w, keep = columns(block, step, lead, n, BLOCK_N, WIDE, VECTOR, EDGES, CUT)
         d, p, _gone = _load(dy, y, step_dy, step_y, w, keep & exists[:, None], LOG, HIDING)
@@ -55,39 +74,39 @@ def _total(dy, y, step_dy, step_y, lead, exists, n, blocks, step, WIDE: tl.const
 @triton.jit
 def _resident(dy, y, dx, strides_dy, strides_y, strides_dx, scale, n, n0, n1, groups, tiles_a_group, span, FLAT: tl.constexpr,
               PACKED: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr, BLOCK_M: tl.constexpr,
-              BLOCK_N: tl.constexpr, PARTS: tl.constexpr, LOG: tl.constexpr, SCALED: tl.constexpr, HIDING: tl.constexpr):
-    """A tile of whole rows, or one of PARTS parts of a row: two reads, one write."""
+              BLOCK_N: tl.constexpr, PARTS: tl.constexpr, LOG: tl.constexpr, SCALED: tl.constexpr, HIDING: tl.constexpr,
+              NARROW: tl.constexpr):
+    """A tile of whole rows, or one of PARTS parts of a row: two reads, one write. NARROW: elements of 16 bits wait as such."""
     part, tile, mail = enter(tl.program_id(0), PARTS)
     i2, i1, i0, exists = locate(tile, n0, n1, groups, tiles_a_group, FLAT, PACKED, BLOCK_M)
     before = lead(strides_y, i2, i1, i0, VECTOR, EDGES)
     row_dy, row_y = begin(dy, strides_dy, i2, i1, i0, VECTOR), begin(y, strides_y, i2, i1, i0, VECTOR)
+    if EDGES:  # asked for with the others
+        d_ends, p_ends, gone_ends = _load_ends(dy, y, strides_dy, strides_y, i2, i1, i0, before, part, n, VECTOR, LOG, HIDING)
     w, keep = columns(part, span, before, n, BLOCK_N, WIDE, VECTOR, EDGES, PARTS > 1)
     keep &= exists[:, None]
-    d, p, gone = _load(row_dy, row_y, strides_dy[3], strides_y[3], w, keep, LOG, HIDING)
-    if EDGES and PARTS == 1:  # asked for with the others; in a cluster most parts need none
-        d_ends, p_ends, gone_ends = _load_ends(row_dy, row_y, before, n, exists, VECTOR, LOG, HIDING)
+    read_d, read_y = _read(row_dy, row_y, strides_dy[3], strides_y[3], w, keep, LOG)
+    d, p, gone = _values(read_d, read_y, LOG, HIDING)
     total = tl.sum(d if LOG else p * d, axis=1)
-    if EDGES:  # noqa: SIM102  known when it is compiled
-        if part == 0:
-            if PARTS > 1:
-                d_ends, p_ends, gone_ends = _load_ends(row_dy, row_y, before, n, exists, VECTOR, LOG, HIDING)
-            total += tl.sum(d_ends if LOG else p_ends * d_ends, axis=1)
+    if EDGES:
+        total += tl.sum(d_ends if LOG else p_ends * d_ends, axis=0)
     if PARTS > 1:
         if INTERPRETED:  # programs run one after another: each works out the whole row's
             total = _total(row_dy, row_y, strides_dy[3], strides_y[3], before, exists, n, PARTS, span, WIDE, VECTOR, EDGES, BLOCK_M,
                            BLOCK_N, True, LOG, HIDING)
+            if EDGES:
+                d_ends, p_ends, gone_ends = _load_ends(dy, y, strides_dy, strides_y, i2, i1, i0, before, 0, n, VECTOR, LOG, HIDING)
+                total += tl.sum(d_ends if LOG else p_ends * d_ends, axis=0)
         else:
             _, totals = exchange(total, total, mail, PARTS)
             total = tl.sum(totals, axis=1)
     row_dx = begin(dx, strides_dx, i2, i1, i0, VECTOR)
-    tl.store(row_dx + w * strides_dx[3], _gradient(d, p, gone, total, scale, LOG, SCALED, HIDING), mask=keep)
-    if EDGES:  # noqa: SIM102  as above
+    if NARROW:
+        d, p, gone = _values(anew(read_d), anew(read_y), LOG, HIDING)
+    tl.store(row_dx + w * strides_dx[3], _gradient(d, p, gone, total[:, None], scale, LOG, SCALED, HIDING), mask=keep)
+    if EDGES:  # noqa: SIM102  known when it is compiled
         if part == 0:
-            if PARTS > 1:
-                d_ends, p_ends, gone_ends = _load_ends(row_dy, row_y, before, n, exists, VECTOR, LOG, HIDING)
-            w_ends, keep_ends = ends(before, n, VECTOR)
-            tl.store(row_dx + w_ends, _gradient(d_ends, p_ends, gone_ends, total, scale, LOG, SCALED, HIDING),
-                     mask=keep_ends & exists[:, None])
+            _store_ends(dx, d_ends, p_ends, gone_ends, total, scale, strides_dx, i2, i1, i0, before, n, VECTOR, LOG, SCALED, HIDING)
 
 
 @triton.jit
@@ -102,13 +121,13 @@ def _streamed(dy, y, dx, strides_dy, strides_y, strides_dx, scale, n, n0, n1, gr
         row_dx = begin(dx, strides_dx, i2, i1, i0, VECTOR)
         total = _total(row_dy, row_y, strides_dy[3], strides_y[3], before, exists, n, blocks, BLOCK_N, WIDE, VECTOR, EDGES, BLOCK_M,
                        BLOCK_N, False, LOG, HIDING)
+        if EDGES:
+            d_ends, p_ends, gone_ends = _load_ends(dy, y, strides_dy, strides_y, i2, i1, i0, before, 0, n, VECTOR, LOG, HIDING)
+            total += tl.sum(d_ends if LOG else p_ends * d_ends, axis=0)
         for back in range(blocks):  # backwards: what was read last is nearest
             w, keep = columns(blocks - 1 - back, BLOCK_N, before, n, BLOCK_N, WIDE, VECTOR, EDGES)
             keep &= exists[:, None]
             d, p, gone = _load(row_dy, row_y, strides_dy[3], strides_y[3], w, keep, LOG, HIDING)
-            tl.store(row_dx + w * strides_dx[3], _gradient(d, p, gone, total, scale, LOG, SCALED, HIDING), mask=keep)
+            tl.store(row_dx + w * strides_dx[3], _gradient(d, p, gone, total[:, None], scale, LOG, SCALED, HIDING), mask=keep)
         if EDGES:
-            w_ends, keep_ends = ends(before, n, VECTOR)
-            d_ends, p_ends, gone_ends = _load_ends(row_dy, row_y, before, n, exists, VECTOR, LOG, HIDING)
-            tl.store(row_dx + w_ends, _gradient(d_ends, p_ends, gone_ends, total, scale, LOG, SCALED, HIDING),
-                     mask=keep_ends & exists[:, None])
+            _store_ends(dx, d_ends, p_ends, gone_ends, total, scale, strides_dx, i2, i1, i0, before, n, VECTOR, LOG, SCALED, HIDING)

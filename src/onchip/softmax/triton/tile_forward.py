@@ -7,46 +7,73 @@ import triton
 import triton.language as tl
 
 from onchip.softmax.triton.cluster import INTERPRETED, enter, exchange
-from onchip.softmax.triton.rows import begin, columns, ends, lead, locate
+from onchip.softmax.triton.rows import again, anew, begin, columns, ends, lead, locate, only, start
 
 LOG2E = tl.constexpr(1.4426950408889634)
+HIDE = tl.constexpr("""{
+    .reg .b32 seen;
+    max.s32 seen, $3, 0;
+    bmsk.clamp.b32 seen, 0, seen;
+    lop3.b32 $0, $1, $2, seen, 0xE4;
+}""")
 Y, LOG_Y, SUM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what is wanted: y, log y or log Σ exp s
 
 
 @triton.jit
-def _seen(w, keep, lead, i0, exists, n, n0, CAUSAL: tl.constexpr):
-    """Which positions of a block exist and are not above the triangle; the others are not read."""
+def _last(w, lead, i0, n, n0, VECTOR: tl.constexpr):
+    """The last position that the triangle leaves a row, counted from the beginning of w's vector."""
+    return lead + tl.maximum(i0 + (n - n0), -1).to(w.dtype)[:, None] - w // VECTOR * VECTOR
+
+
+@triton.jit
+def _seen(w, keep, lead, i0, exists, n, n0, VECTOR: tl.constexpr, CAUSAL: tl.constexpr):
+    """Which positions of a block are read, and which of these count: those not above the triangle.
+
+    A vector that the triangle cuts is read whole: a bound inside it would make every access of the row one of a single element.
+    """
     keep &= exists[:, None]
-    if CAUSAL:
-        keep &= w - lead <= (i0 + (n - n0))[:, None]
-    return keep
+    if not CAUSAL:
+        return keep, keep
+    last = _last(w, lead, i0, n, n0, VECTOR)
+    return keep & (last >= 0), w - w // VECTOR * VECTOR <= last
 
 
 @triton.jit
 def _scores(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, scale, n, n0, SCALED: tl.constexpr,
-            MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr):
+            MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr, VECTOR: tl.constexpr = 1):
     """s of a block in float32; −∞ is selected, after scaling, where a position is hidden or does not exist."""
-    keep = _seen(w, keep, lead, i0, exists, n, n0, CAUSAL)
+    read, seen = _seen(w, keep, lead, i0, exists, n, n0, VECTOR, CAUSAL)
     if not (SCALED or BIASED or MASKED):
-        return tl.load(x + w * step_x, mask=keep, other=float("-inf")).to(tl.float32)
-    s = tl.load(x + w * step_x, mask=keep, other=0.0).to(tl.float32)
+        s = tl.load(x + w * step_x, mask=read, other=float("-inf")).to(tl.float32)
+        return tl.where(seen, s, float("-inf")) if CAUSAL else s
+    s = tl.load(x + w * step_x, mask=read, other=0.0).to(tl.float32)
     if SCALED:
         s *= scale
     if BIASED:
-        s += tl.load(bias + (w - lead) * step_bias, mask=keep, other=0.0).to(tl.float32)
-    if MASKED:
-        keep &= tl.load(mask + (w - lead) * step_mask, mask=keep, other=0) != 0
+        s += tl.load(bias + (w - lead) * step_bias, mask=read, other=0.0).to(tl.float32)
+    keep = seen & (tl.load(mask + (w - lead) * step_mask, mask=read, other=0) != 0) if MASKED else seen & read
     return tl.where(keep, s, float("-inf"))
 
 
 @triton.jit
-def _widen(x, keep, scale, SCALED: tl.constexpr):
-    """s of 16-bit elements that stay as they were loaded. The move hides that they have been widened before: else the compiler would keep
-    what it got then, in twice the registers."""
-    if not INTERPRETED:
-        bits = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x.to(tl.int16, bitcast=True)], dtype=tl.int16, is_pure=False, pack=2)
-        x = bits.to(x.dtype, bitcast=True)
-    s = x.to(tl.float32)
+def _hide(x, hidden, w, last):
+    """16-bit elements, `hidden` where w > last: by a mask of two at once. Selected one by one, the row would take a register an element."""
+    if INTERPRETED:
+        return tl.where(w <= last, x.to(tl.float32), hidden).to(x.dtype)
+    hidden = (tl.zeros(x.shape, tl.float32) + hidden).to(x.dtype)
+    bits = ((last - w + 1) * 16).to(tl.int32)  # seen ones, from the first of two elements on
+    pair = [x.to(tl.int16, bitcast=True), hidden.to(tl.int16, bitcast=True), bits]
+    x16 = tl.inline_asm_elementwise(HIDE, "=r,r,r,r,r", pair, dtype=tl.int16, is_pure=True, pack=2)
+    return x16.to(x.dtype, bitcast=True)
+
+
+@triton.jit
+def _widen(x, keep, scale, SCALED: tl.constexpr, CAUSAL: tl.constexpr):
+    """s of 16-bit elements that stay as they were loaded, and moved, so that they are widened anew. Those that a triangle hides are −∞
+    when they are scaled, others need to be told of."""
+    s = anew(x).to(tl.float32)
+    if CAUSAL:
+        return s * scale if SCALED else s
     return tl.where(keep, s * scale, float("-inf")) if SCALED else s
 
 
@@ -67,19 +94,37 @@ def _exp(s):
 
 @triton.jit
 def _normalise(s, shift, l, WANTED: tl.constexpr, HIDING: tl.constexpr):
-    """y of a block. l = 0 is a row of −∞ only: 0/0 and −∞ − log 0 give torch's NaN, l = 1 the empty row's 0 and −∞."""
+    """y of a block; shift and l: [rows, 1]. l = 0 is a row of −∞ only: 0/0 and −∞ − log 0 give torch's NaN, l = 1 the empty row's 0, −∞."""
     if HIDING:
         l = tl.where(l == 0.0, 1.0, l)
-    s -= shift[:, None]
-    return s - tl.log(l)[:, None] if WANTED == LOG_Y else _exp(s) * (1.0 / l)[:, None]
+    s -= shift
+    return s - tl.log(l) if WANTED == LOG_Y else _exp(s) * (1.0 / l)
 
 
 @triton.jit
-def _end_scores(x, mask, bias, step_mask, step_bias, lead, i0, exists, scale, n, n0, VECTOR: tl.constexpr, SCALED: tl.constexpr,
-                MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr):
-    """s of a row's first vector and its last one, element by element."""
-    w, keep = ends(lead, n, VECTOR)
-    return _scores(x, mask, bias, 1, step_mask, step_bias, w, keep, lead, i0, exists, scale, n, n0, SCALED, MASKED, BIASED, CAUSAL)
+def _end_scores(x, mask, bias, strides_x, strides_mask, strides_bias, i2, i1, i0, lead, part, scale, n, n0, VECTOR: tl.constexpr,
+                SCALED: tl.constexpr, MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr):
+    """s of a row's first vector and its last one, element by element; the row's first part has them."""
+    w, keep = ends(only(lead), n, VECTOR)
+    j = w - only(lead)
+    keep &= part == 0
+    if CAUSAL:
+        keep &= j <= only(i0) + (n - n0)
+    s = tl.load(x + start(strides_x, i2, i1, i0, VECTOR) + w, mask=keep, other=0.0).to(tl.float32)
+    if SCALED:
+        s *= scale
+    if BIASED:
+        s += tl.load(bias + start(strides_bias, i2, i1, i0, 1) + j * strides_bias[3], mask=keep, other=0.0).to(tl.float32)
+    if MASKED:
+        keep &= tl.load(mask + start(strides_mask, i2, i1, i0, 1) + j * strides_mask[3], mask=keep, other=0) != 0
+    return tl.where(keep, s, float("-inf"))
+
+
+@triton.jit
+def _store_ends(y, s, shift, l, strides_y, i2, i1, i0, lead, n, VECTOR: tl.constexpr, WANTED: tl.constexpr, HIDING: tl.constexpr):
+    """y of them; shift and l: [1]."""
+    w, keep = ends(only(lead), n, VECTOR)
+    tl.store(y + start(strides_y, i2, i1, i0, VECTOR) + w, _normalise(s, only(shift), only(l), WANTED, HIDING), mask=keep)
 
 
 @triton.jit
@@ -91,64 +136,70 @@ def _join(m, l, s, WANTED: tl.constexpr):
 
 
 @triton.jit
+def _join_ends(m, l, s, WANTED: tl.constexpr):
+    """The same with the ends."""
+    m_old = m
+    m = tl.maximum(m, tl.max(s, axis=0))
+    return m, l * _exp(m_old - _shift(m, WANTED)) + tl.sum(_exp(s - only(_shift(m, WANTED))), axis=0)
+
+
+@triton.jit
 def _statistics(x, mask, bias, step_x, step_mask, step_bias, lead, i0, exists, scale, n, n0, blocks, step, WIDE: tl.constexpr,
                 VECTOR: tl.constexpr, EDGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CUT: tl.constexpr,
                 WANTED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr):
-    """m and l of whole rows, block by block."""
+    """m and l of whole rows but for their ends, block by block."""
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
-    if EDGES:
-        s_ends = _end_scores(x, mask, bias, step_mask, step_bias, lead, i0, exists, scale, n, n0, VECTOR, SCALED, MASKED, BIASED, CAUSAL)
-        m, l = _join(m, l, s_ends, WANTED)
     for block in range(blocks):
         w, keep = columns(block, step, lead, n, BLOCK_N, WIDE, VECTOR, EDGES, CUT)
-        s = _scores(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, scale, n, n0, SCALED, MASKED, BIASED, CAUSAL)
+        s = _scores(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, scale, n, n0, SCALED, MASKED, BIASED, CAUSAL,
+                    VECTOR)
         m, l = _join(m, l, s, WANTED)
     return m, l
 
 
 @triton.jit
-def _resident(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, scale, n, n0, n1, groups, tiles_a_group, span,
-              FLAT: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
-              MASK_VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, WANTED: tl.constexpr,
-              SCALED: tl.constexpr, MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr, NARROW: tl.constexpr):
-    """A tile of whole rows, or one of PARTS parts of a row, `span` elements each; read once and written once.
-
-    NARROW: elements of 16 bits wait as such, and are widened for each use.
-    """
-    part, tile, mail = enter(tl.program_id(0), PARTS)
-    i2, i1, i0, exists = locate(tile, n0, n1, groups, tiles_a_group, FLAT, PACKED, BLOCK_M)
+def _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, scale, n, n0, n1, groups, tiles_a_group, span, part, tile,
+          mail, i2, i1, i0, exists, FLAT: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr,
+          EDGES: tl.constexpr, MASK_VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
+          PARTS: tl.constexpr, WANTED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, BIASED: tl.constexpr,
+          CAUSAL: tl.constexpr, NARROW: tl.constexpr):
+    """y of rows, or of one part of them, of which nothing is seen beyond the first of BLOCKS blocks."""
     before = lead(strides_x, i2, i1, i0, VECTOR, EDGES)
     row_x, row_mask = begin(x, strides_x, i2, i1, i0, VECTOR), begin(mask, strides_mask, i2, i1, i0, MASK_VECTOR)
     row_bias = begin(bias, strides_bias, i2, i1, i0, 1)
+    if EDGES:  # asked for with the others
+        s_ends = _end_scores(x, mask, bias, strides_x, strides_mask, strides_bias, i2, i1, i0, before, part, scale, n, n0, VECTOR, SCALED,
+                             MASKED, BIASED, CAUSAL)
     w, keep = columns(part, span, before, n, BLOCK_N, WIDE, VECTOR, EDGES, PARTS > 1)
     if NARROW:
-        seen = _seen(w, keep, before, i0, exists, n, n0, CAUSAL)
-        narrow = tl.load(row_x + w * strides_x[3], mask=seen, other=0.0 if SCALED else float("-inf"))
-        s = _widen(narrow, seen, scale, SCALED)
+        read, _ = _seen(w, keep, before, i0, exists, n, n0, VECTOR, CAUSAL)
+        if CAUSAL:  # scale is not 0
+            hidden = tl.where(scale < 0.0, float("inf"), float("-inf")) if SCALED else float("-inf")
+            narrow = tl.load(row_x + w * strides_x[3], mask=read, other=hidden)
+            narrow = _hide(narrow, hidden, w - w // VECTOR * VECTOR, _last(w, before, i0, n, n0, VECTOR))
+        else:
+            narrow = tl.load(row_x + w * strides_x[3], mask=read, other=0.0 if SCALED else float("-inf"))
+        s = _widen(narrow, read, scale, SCALED, CAUSAL)
     else:
         s = _scores(row_x, row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], w, keep, before, i0, exists, scale, n, n0,
-                    SCALED, MASKED, BIASED, CAUSAL)
-    if EDGES and PARTS == 1:  # asked for with the others; in a cluster most parts need none
-        s_ends = _end_scores(row_x, row_mask, row_bias, strides_mask[3], strides_bias[3], before, i0, exists, scale, n, n0, VECTOR, SCALED,
-                             MASKED, BIASED, CAUSAL)
+                    SCALED, MASKED, BIASED, CAUSAL, VECTOR)
     m = tl.max(s, axis=1)
-    if EDGES and PARTS == 1:
-        m = tl.maximum(m, tl.max(s_ends, axis=1))
+    if EDGES:
+        m = tl.maximum(m, tl.max(s_ends, axis=0))
     if NARROW:
-        s = _widen(narrow, seen, scale, SCALED)
+        s = _widen(narrow, read, scale, SCALED, CAUSAL)
     l = tl.sum(_exp(s - _shift(m, WANTED)[:, None]), axis=1)
-    if EDGES and PARTS == 1:
-        l += tl.sum(_exp(s_ends - _shift(m, WANTED)[:, None]), axis=1)
-    if EDGES and PARTS > 1:  # noqa: SIM102  known when it is compiled
-        if part == 0:
-            s_ends = _end_scores(row_x, row_mask, row_bias, strides_mask[3], strides_bias[3], before, i0, exists, scale, n, n0, VECTOR,
-                                 SCALED, MASKED, BIASED, CAUSAL)
-            m, l = _join(m, l, s_ends, WANTED)
+    if EDGES:
+        l += tl.sum(_exp(s_ends - only(_shift(m, WANTED))), axis=0)
     if PARTS > 1:
         if INTERPRETED:  # programs run one after another: each works out the whole row's
             m, l = _statistics(row_x, row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], before, i0, exists, scale, n, n0,
                                PARTS, span, WIDE, VECTOR, EDGES, BLOCK_M, BLOCK_N, True, WANTED, SCALED, MASKED, BIASED, CAUSAL)
+            if EDGES:
+                s_ends = _end_scores(x, mask, bias, strides_x, strides_mask, strides_bias, i2, i1, i0, before, 0, scale, n, n0, VECTOR,
+                                     SCALED, MASKED, BIASED, CAUSAL)
+                m, l = _join_ends(m, l, s_ends, WANTED)
         else:
             ms, ls = exchange(m, l, mail, PARTS)
             m = tl.max(ms, axis=1)
@@ -157,17 +208,49 @@ def _resident(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias
     if WANTED == SUM:
         tl.store(y + i2 * strides_y[0] + i1 * strides_y[1] + i0 * strides_y[2], shift + tl.log(l), mask=exists & (part == 0))
     else:
+        if EDGES and PARTS > 1 and NARROW:  # 50257 columns in 72 registers: 8 bytes are spilled, not 24
+            part, tile = again(part), again(tile)
+            i2, i1, i0, exists = locate(tile, n0, n1, groups, tiles_a_group, FLAT, PACKED, BLOCK_M)
+            before = lead(strides_x, i2, i1, i0, VECTOR, EDGES)
+            w, keep = columns(part, span, before, n, BLOCK_N, WIDE, VECTOR, EDGES, True)
         row_y = begin(y, strides_y, i2, i1, i0, VECTOR)
         if NARROW:
-            s = _widen(narrow, seen, scale, SCALED)
-        tl.store(row_y + w * strides_y[3], _normalise(s, shift, l, WANTED, MASKED or CAUSAL), mask=exists[:, None] & keep)
-        if EDGES:  # noqa: SIM102  as above
+            s = _widen(narrow, read, scale, SCALED, CAUSAL)
+        tl.store(row_y + w * strides_y[3], _normalise(s, shift[:, None], l[:, None], WANTED, MASKED or CAUSAL), mask=exists[:, None] & keep)
+        if BLOCKS > 1:  # 0 or −∞, and NaN in rows that have one
+            rest = _normalise(tl.full([BLOCK_M, 1], float("-inf"), tl.float32), shift[:, None], l[:, None], WANTED, True)
+            for block in tl.static_range(1, BLOCKS):
+                w, keep = columns(block, BLOCK_N, before, n, BLOCK_N, WIDE, VECTOR, EDGES)
+                tl.store(row_y + w * strides_y[3], rest, mask=exists[:, None] & keep)
+        if EDGES:  # noqa: SIM102  known when it is compiled
             if part == 0:
-                if PARTS > 1:
-                    s_ends = _end_scores(row_x, row_mask, row_bias, strides_mask[3], strides_bias[3], before, i0, exists, scale, n, n0,
+                if PARTS > 1:  # read again, rather than kept
+                    s_ends = _end_scores(x, mask, bias, strides_x, strides_mask, strides_bias, i2, i1, i0, before, part, scale, n, n0,
                                          VECTOR, SCALED, MASKED, BIASED, CAUSAL)
-                w_ends, keep_ends = ends(before, n, VECTOR)
-                tl.store(row_y + w_ends, _normalise(s_ends, shift, l, WANTED, MASKED or CAUSAL), mask=exists[:, None] & keep_ends)
+                _store_ends(y, s_ends, shift, l, strides_y, i2, i1, i0, before, n, VECTOR, WANTED, MASKED or CAUSAL)
+
+
+@triton.jit
+def _resident(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, scale, n, n0, n1, groups, tiles_a_group, span,
+              FLAT: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
+              MASK_VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, WANTED: tl.constexpr,
+              SCALED: tl.constexpr, MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr, NARROW: tl.constexpr,
+              HALVES: tl.constexpr):
+    """A tile of whole rows, or one of PARTS parts of a row, `span` elements each; read once and written once.
+
+    NARROW: elements of 16 bits wait as such, and are widened for each use. HALVES: a row of a triangle that sees no more than half of its
+    tile works on that half; so it issues as many instructions less as it moves fewer bytes.
+    """
+    part, tile, mail = enter(tl.program_id(0), PARTS)
+    i2, i1, i0, exists = locate(tile, n0, n1, groups, tiles_a_group, FLAT, PACKED, BLOCK_M)
+    if CAUSAL and HALVES and (tile if FLAT else tile % tiles_a_group) + (n - n0) < BLOCK_N // 2:
+        _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, scale, n, n0, n1, groups, tiles_a_group, span, part, tile,
+              mail, i2, i1, i0, exists, FLAT, PACKED, WIDE, VECTOR, EDGES, MASK_VECTOR, BLOCK_M, BLOCK_N // 2, 2, PARTS, WANTED, SCALED,
+              MASKED, BIASED, CAUSAL, NARROW)
+    else:
+        _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, scale, n, n0, n1, groups, tiles_a_group, span, part, tile,
+              mail, i2, i1, i0, exists, FLAT, PACKED, WIDE, VECTOR, EDGES, MASK_VECTOR, BLOCK_M, BLOCK_N, 1, PARTS, WANTED, SCALED, MASKED,
+              BIASED, CAUSAL, NARROW)
 
 
 @triton.jit
@@ -183,6 +266,10 @@ def _streamed(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias
         row_bias = begin(bias, strides_bias, i2, i1, i0, 1)
         m, l = _statistics(row_x, row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], before, i0, exists, scale, n, n0,
                            blocks, BLOCK_N, WIDE, VECTOR, EDGES, BLOCK_M, BLOCK_N, False, WANTED, SCALED, MASKED, BIASED, CAUSAL)
+        if EDGES:
+            s_ends = _end_scores(x, mask, bias, strides_x, strides_mask, strides_bias, i2, i1, i0, before, 0, scale, n, n0, VECTOR, SCALED,
+                                 MASKED, BIASED, CAUSAL)
+            m, l = _join_ends(m, l, s_ends, WANTED)
         if WANTED == SUM:
             tl.store(y + i2 * strides_y[0] + i1 * strides_y[1] + i0 * strides_y[2], _shift(m, WANTED) + tl.log(l), mask=exists)
         else:
@@ -190,12 +277,8 @@ def _streamed(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias
             for back in range(blocks):  # backwards: what was read last is nearest
                 w, keep = columns(blocks - 1 - back, BLOCK_N, before, n, BLOCK_N, WIDE, VECTOR, EDGES)
                 s = _scores(row_x, row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], w, keep, before, i0, exists, scale,
-                            n, n0, SCALED, MASKED, BIASED, CAUSAL)
-                tl.store(row_y + w * strides_y[3], _normalise(s, _shift(m, WANTED), l, WANTED, MASKED or CAUSAL),
+                            n, n0, SCALED, MASKED, BIASED, CAUSAL, VECTOR)
+                tl.store(row_y + w * strides_y[3], _normalise(s, _shift(m, WANTED)[:, None], l[:, None], WANTED, MASKED or CAUSAL),
                          mask=exists[:, None] & keep)
             if EDGES:
-                s_ends = _end_scores(row_x, row_mask, row_bias, strides_mask[3], strides_bias[3], before, i0, exists, scale, n, n0, VECTOR,
-                                     SCALED, MASKED, BIASED, CAUSAL)
-                w_ends, keep_ends = ends(before, n, VECTOR)
-                tl.store(row_y + w_ends, _normalise(s_ends, _shift(m, WANTED), l, WANTED, MASKED or CAUSAL),
-                         mask=exists[:, None] & keep_ends)
+                _store_ends(y, s_ends, _shift(m, WANTED), l, strides_y, i2, i1, i0, before, n, VECTOR, WANTED, MASKED or CAUSAL)

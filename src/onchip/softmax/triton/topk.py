@@ -158,7 +158,7 @@ def _elements(group, r, e, VECTORS: tl.constexpr, THREADS: tl.constexpr):
 
 
 @triton.jit
-def _chunk(row, c, last, step, before, n, VECTOR: tl.constexpr, EDGES: tl.constexpr, WIDE: tl.constexpr, THREADS: tl.constexpr,
+def _chunk(row, c, step, before, n, VECTOR: tl.constexpr, EDGES: tl.constexpr, WIDE: tl.constexpr, THREADS: tl.constexpr,
            VECTORS: tl.constexpr):
     """The elements of a chunk, VECTORS tensors [THREADS, RUN], −∞ outside the row."""
     xs = ()
@@ -167,7 +167,7 @@ def _chunk(row, c, last, step, before, n, VECTOR: tl.constexpr, EDGES: tl.conste
         at = row + (w.to(tl.int64) * step if WIDE else w * step)
         xs = xs + (tl.load(at, mask=w // VECTOR * VECTOR < before + n, other=float("-inf")),)  # noqa: RUF005  Triton has no stars
     if EDGES:  # noqa: SIM102  a choice at compile time, and one at run time
-        if (c == 0) | (c == last):
+        if c == 0 or (c + 1) * (THREADS * RUN * VECTORS) > before + n:
             least = tl.full([1, 1], float("-inf"), tl.float32).to(xs[0].dtype)
             inner = ()
             for r in tl.static_range(VECTORS):
@@ -196,7 +196,7 @@ def _part(x, values, indices, sums, strides_x, n, n0, n1, parts, chunks, a_part,
     c, t = tl.arange(0, CHUNKS)[:, None], tl.arange(0, THREADS)[None, :]
     maxima = tl.full([CHUNKS, THREADS], float("-inf"), tl.float32)
     for at in range(first, tl.minimum(first + a_part, chunks)):
-        xs = _chunk(x, at, chunks - 1, strides_x[3], before, n, VECTOR, EDGES, WIDE, THREADS, VECTORS)
+        xs = _chunk(x, at, strides_x[3], before, n, VECTOR, EDGES, WIDE, THREADS, VECTORS)
         most = xs[0]
         for r in tl.static_range(1, VECTORS):
             most = _larger(most, xs[r], NARROW)
