@@ -83,7 +83,7 @@ def test_softmax_rungs_are_predicted_by_what_they_move() -> None:
     within = {rung.key: rung.predict(Rows(2**15, 4096), card).time for rung in SOFTMAX_RUNGS}
     assert within["online"] == within["chip"] < within["safe"] < 1.05 * within["chip"]  # 1056 rows of 8 KB at once: read again from L2
     many = {rung.key: rung.predict(rows, card).time for rung in SOFTMAX_RUNGS}
-    assert many["safe"] == 2 * many["chip"]  # 1056 rows of 64 KB are more than the L2: four passes through DRAM in place of two
+    assert many["safe"] == pytest.approx(2 * many["chip"], rel=1e-3)  # 1056 rows of 64 KB exceed the L2: four passes through DRAM for two
     assert many["online"] == pytest.approx(1.5 * many["chip"], rel=0.01)
     assert many["torch"] < 1.05 * many["chip"]  # two blocks an SM: 17 MB
     beyond = {rung.key: rung.predict(Rows(256, 2**20), card).time for rung in SOFTMAX_RUNGS}

@@ -30,7 +30,7 @@ def test_rows_of_a_cluster(force, parts, n, features, log):
 
 
 @BOTH
-@pytest.mark.parametrize(("parts", "n"), [(5, 1023), (16, 1024), (16, 1030)])
+@pytest.mark.parametrize(("parts", "n"), [(5, 1023), (16, 1030)])
 def test_rows_of_many_parts(force, parts, n, log):
     """As many as a cluster has, and a number that is no power of two. (Under the interpreter a row costs the square of its parts.)"""
     force(cluster(parts, block=128 if parts == 16 else 256))

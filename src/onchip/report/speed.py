@@ -139,11 +139,13 @@ def _others(file: str, rows: Iterable[Mapping[str, Any]]) -> list[str]:
         groups.setdefault((r["pass"], r["dtype"]), {}).setdefault(size, {})[r["name"]] = r
     tables = []
     for (what, dtype), sizes in groups.items():
-        key, unit, digits = ("us", "µs", 1) if what == "small" else ("tb_per_s", "TB/s", 2)
+        small = what == "small"  # whose rates are too small to be kept
+        key, unit, digits = ("us", "µs", 1) if small else ("tb_per_s", "TB/s", 2)
         contenders = names(sizes.values())
         found: list[html.Row] = [
             (size, [*_rates(contenders, {n: r[key] for n, r in by_name.items()}, digits),
-                    html.times(best_ratio({n: r["tb_per_s"] for n, r in by_name.items()}))]) for size, by_name in sizes.items()]
+                    html.times(best_ratio({n: 1 / r["us"] if small else r["tb_per_s"] for n, r in by_name.items()}))])
+            for size, by_name in sizes.items()]
         headings = (*(PEERS.get(n, n) for n in contenders), "over the best peer")
         tables.append(html.table(f"{what}, {short(dtype)}, {unit} ({file})", "size", headings, found))
     return tables
