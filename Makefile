@@ -38,7 +38,7 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest --numprocesses auto
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 # The tests that fill the card's memory run by themselves, beside the others. What runs on the CPU, and compiling for cards that are not
 # there, is CI's part. Random problems compile most and take longest: they start first, and no process is given more than one test ahead

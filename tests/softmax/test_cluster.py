@@ -29,8 +29,7 @@ def test_rows_of_a_cluster(force, parts, n, features, log):
     agree(data(1, 5, n), log=log, **arguments)
 
 
-@BOTH
-@pytest.mark.parametrize(("parts", "n"), [(5, 1023), (16, 1030)])
+@pytest.mark.parametrize(("parts", "n", "log"), [(5, 1023, False), (5, 1023, True), (16, 1030, True)])
 def test_rows_of_many_parts(force, parts, n, log):
     """As many as a cluster has, and a number that is no power of two. (Under the interpreter a row costs the square of its parts.)"""
     force(cluster(parts, block=128 if parts == 16 else 256))
@@ -38,8 +37,7 @@ def test_rows_of_many_parts(force, parts, n, log):
     agree(data(1, 2, n), log=log, scale=-0.5, mask=mask, causal=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("parts", "n"), [(2, 512), (3, 601), (5, 1020)])
+@pytest.mark.parametrize(("parts", "n", "dtype"), [(2, 512, torch.bfloat16), (3, 601, torch.float16), (5, 1020, torch.bfloat16)])
 def test_rows_of_16_bits(force, parts, n, dtype):
     force(cluster(parts, narrow=True))
     x = data(1, 2, n, dtype=dtype)
