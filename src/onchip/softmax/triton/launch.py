@@ -16,7 +16,7 @@ from onchip.launcher import Launcher
 from onchip.softmax.contract import Spec
 from onchip.softmax.triton import plan as plans
 from onchip.softmax.triton import tile_backward, tile_forward
-from onchip.softmax.triton.rows import NARROW_VECTOR, Rows, fold
+from onchip.softmax.triton.rows import Rows, fold, narrow
 
 PER_THREAD = 2  # CUDA's handle of the calling thread's default stream
 WORDS = 1 << 13  # through which groups exchange: 4 for each thread block
@@ -140,7 +140,7 @@ def _forward(x: Tensor, y: Tensor, mask: Tensor | None, bias: Tensor | None, spe
         return None
     named = {"scale": spec.scale, "WANTED": 2 if spec.summed else int(spec.log), "SCALED": spec.scale != 1.0, "MASKED": mask is not None,
              "CAUSAL": spec.causal}
-    rows = _clustered(rows, x, False, bias is None and mask is None, spec.causal)
+    rows = _clustered(rows, x, False, narrow(rows.vector, rows.strides), spec.causal)
     parts = _parts(rows, x, False) if bias is None and spec.scale != 0.0 else None
     if parts:
         from onchip.softmax.triton.parts_forward import parts_forward
@@ -171,7 +171,7 @@ def _backward(dy: Tensor, y: Tensor, dx: Tensor, spec: Spec) -> Launch | None:
     if rows is None:
         return None
     named = {"scale": spec.scale, "LOG": spec.log, "SCALED": spec.scale != 1.0, "HIDING": spec.hiding}
-    rows = _clustered(rows, y, True, dy.dtype == y.dtype)
+    rows = _clustered(rows, y, True, narrow(rows.vector, rows.strides) and dy.dtype == y.dtype)
     parts = _parts(rows, y, True) if dy.dtype == y.dtype else None
     if parts:
         from onchip.softmax.triton.parts_backward import parts_backward
@@ -186,12 +186,12 @@ def _launch_tiles(module: Any, rows: Rows, tensors: int, named: dict[str, Any], 
     return Launch(kernel, rows.programs(device), tensors, {**rows.arguments, **named}, options, cluster=rows.plan.parts)
 
 
-def _clustered(rows: Rows, x: Tensor, backward: bool, narrow: bool, triangle: bool = False) -> Rows:
-    """`rows` on clusters of thread blocks, where those serve them better and fill the card; `narrow`: 16 bits may wait as they came."""
-    card, narrow = _card(x.device, (9, 0)), narrow and rows.vector == NARROW_VECTOR
-    if card is None or rows.plan.block_m > 1 or (rows.plan.resident and (triangle or rows.n <= plans.CLUSTERS_BEYOND[narrow, backward])):
+def _clustered(rows: Rows, x: Tensor, backward: bool, waits: bool, triangle: bool = False) -> Rows:
+    """`rows` on clusters of thread blocks, where those serve them better and fill the card; `waits`: in the 16 bits they came in."""
+    card = _card(x.device, (9, 0))
+    if card is None or rows.plan.block_m > 1 or (rows.plan.resident and (triangle or rows.n <= plans.CLUSTERS_BEYOND[waits, backward])):
         return rows
-    plan = plans.choose_cluster(rows.n, backward, narrow)
+    plan = plans.choose_cluster(rows.n, backward, waits)
     return replace(rows, plan=plan) if plan and rows.count * plan.parts >= card.multi_processor_count else rows
 
 

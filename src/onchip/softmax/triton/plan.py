@@ -44,7 +44,8 @@ NARROW_TRIANGLE = {8192: (8, None), **NARROW}  # 48 registers for 56: five progr
 SHORT_TILE, SHORT_WARPS = 1024, 1  # narrower rows share a program of this many elements
 # Two passes: what pays is bytes in flight, more than rows in L2. 1, 2, 4 programs an SM: 1.7, 2.2, 2.7 TB/s at 65536 columns of bf16.
 STREAMED = Plan(False, 1, 8192, 8, 4)
-EDGES_FROM = 512  # columns from which rows that start inside a vector are worth two more instructions for their ends
+# Columns from which rows that start inside a vector are read by vectors, and their ends apart: those that have a program to themselves.
+EDGES_FROM = SHORT_TILE // 2 + 1
 
 # Across the rows: 64 rows × 2 bytes fill a 128-byte line; 16 still fill a 32-byte sector. Streamed, over dim 0 of 8192 columns of bf16:
 # 1.44 TB/s with 64 × 128, 1.38 with 16 × 512.

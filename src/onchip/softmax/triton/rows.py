@@ -86,8 +86,8 @@ class Rows:
 
 
 def narrow(vector: int, names: Collection[str]) -> bool:
-    """Rows whose 16-bit elements may wait as they came: nothing but x makes y."""
-    return vector == NARROW_VECTOR and not set(names) - {"x", "y"}
+    """Rows whose 16-bit elements may wait as they came: nothing but x makes y, or dy and y, of one type, make dx."""
+    return vector == NARROW_VECTOR and not set(names) - {"x", "y", "dy", "dx"}
 
 
 def fold(tensors: dict[str, Tensor], dim: int, queries: bool = False, wide: tuple[str, ...] = ("x", "y")) -> Rows | None:
@@ -130,8 +130,7 @@ def layout(shape: torch.Size, strides: tuple[tuple[str, tuple[int, ...]], ...], 
     for s in zip(*(of[name][:3] for name in wide), strict=True):
         whole &= all(step % vector == 0 for step in s)
         edges &= all((step - s[0]) % vector == 0 for step in s)
-    alone = plans.choose(n, across, True, "x" in of, narrow(vector, of), queries).block_m == 1  # with edges a tile has one row
-    if across or any(of[name][3] != 1 for name in wide) or not (whole or (edges and alone)):
+    if across or any(of[name][3] != 1 for name in wide) or not (whole or edges):
         whole, vector = True, 1
     mask_vector = vector if whole and "mask" in of and of["mask"][3] == 1 and all(s % vector == 0 for s in of["mask"][:3]) else 1
     places = {name: (a, b, c, d) for name, (a, b, c, d) in of.items()}
