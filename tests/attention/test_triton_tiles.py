@@ -4,7 +4,7 @@ import torch
 
 from onchip.attention.problem import Spec
 from onchip.attention.triton import backward, forward, launch, tiles
-from onchip.testing.attention import Case, Target, check
+from onchip.testing.attention import Case, Target, build, check, run
 
 TRITON = Target("triton", "cuda" if torch.cuda.is_available() else "cpu")
 
@@ -41,6 +41,32 @@ def test_whole_tiles_through_descriptors(monkeypatch: pytest.MonkeyPatch, case: 
     check(case, TRITON)
     runs = 2 if TRITON.device == "cuda" else 1  # `check` runs a GPU twice
     assert len(made) == descriptors * runs  # K and V forward; Q, dO and two statistics for dK, dV; K and V for dQ
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # the interpreter's, of the sequence that is nothing else
+@pytest.mark.parametrize(("case", "which", "hidden"), [
+    (Case(seq_q=20, seq_k=70, causal="top-left", dtype="float16"), ("k", "v"), slice(20, None)),
+    (Case(seq_q=20, seq_k=70, causal="top-left", window=(3, 4), dtype="bfloat16"), ("k", "v"), slice(24, None)),
+    (Case(seq_q=70, seq_k=20, causal=True, dtype="bfloat16"), ("q", "dout"), slice(0, 50)),
+    (Case(lengths=((40, 70), (24, 34)), dtype="float16"), ("k", "v"), slice(70, None)),
+    (Case(lengths=((40, 70), (24, 34)), causal=True, dtype="bfloat16"), ("q", "dout"), slice(40, None))])
+def test_what_descriptors_bring_of_hidden_rows_reaches_no_result(monkeypatch: pytest.MonkeyPatch, case: Case, which: tuple[str, ...],
+                                                                 hidden: slice) -> None:
+    """They lie inside the tensor, in tiles that are read; those of a second sequence are its own."""
+    monkeypatch.setattr(tiles, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(launch, "TMA_PAIRS", 0)
+    inputs, answers = build(case, TRITON.device), []
+    for filling in (0.0, torch.nan):
+        for name in which:
+            rows = getattr(inputs, name).data
+            (rows if case.lengths else rows.transpose(1, 2)[0])[hidden] = filling
+        got = run(case, inputs, TRITON.backend)
+        if case.lengths:  # the first sequence's
+            got = {name: x[:, :40] if name == "lse" else x[: 70 if name in ("dk", "dv") else 40] for name, x in got.items()}
+        answers.append(got)
+    for name, right in answers[0].items():
+        assert right.nan_to_num(neginf=0.0).abs().sum() > 0
+        assert torch.equal(answers[1][name], right), name
 
 
 @pytest.mark.parametrize(("budget", "level"), [(227, 0), (200, 1), (163, 1), (99, 2), (64, 3), (48, 3)])
