@@ -40,7 +40,7 @@ from onchip.roofline.softmax import Rows
 DTYPE = "bfloat16"
 SEQS = {"ladder": (4096, 8192, 16384), "backward": (4096, 8192, 16384), "incident": (2048, 4096, 8192, 16384, 32768, 131072)}
 # Heads × N of the ladder and its backward. Q and O of all heads, which FA1 walks again for every key tile, are 134 MB at each N, and under
-# a causal mask half of that: beyond the L2. 16 heads of 4096 are 34 MB, on its edge: FA1's DRAM there was 0.59, 0.21 and 0.33 GB in three runs.
+# a causal mask half of that: beyond the L2. 16 heads of 4096 are 34 MB, on its edge: FA1's DRAM was 0.59, 0.21, 0.33 GB in three runs.
 TOKENS = 2**18
 SOFTMAX = [Rows(4096, 32768, DTYPE), Rows(256, 2**20, DTYPE)]
 PARTS = (*SEQS, "softmax")
