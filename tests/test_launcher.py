@@ -19,8 +19,8 @@ from tests import fresh
 BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
 SIGNATURE = {"x": "*bf16", "y": "*fp32", "steps": ("i32", "i64", "constexpr"), "scale": "fp32", "half": "fp16", "round": "bf16",
              "wide": "fp64", "flag": "i1", "BLOCK": "constexpr", "tag": "i32", "mask": "*i8"}
-ARGS = (0, 0, (-3, -(1 << 40), 1), 0.5, -2.0, 1.5, 0.1, True, 128, 0, None)
-HOLES = (0, 1, 9)
+ARGS = (0, 0, (-3, -(1 << 40), 1), 0.5, -2.0, 1.5, 0.1, True, 128, 7, None)
+FILLED = 2
 
 
 def compared() -> list[tuple[str, list[int], list[int] | None, list[str]]]:
@@ -66,12 +66,11 @@ def test_parameters_are_those_of_the_compiled_kernels():
 
 def test_values_are_little_endian_words():
     sizes = [8, 8, 4, 8, 4, 2, 2, 8, 1, 4, 8, 8, 8]
-    found = parameters_of(SIGNATURE.values(), ARGS, HOLES)
+    found = parameters_of(SIGNATURE.values(), ARGS)
     assert [p.size for p in found] == sizes
-    assert [p.hole for p in found] == [0, 1, *[None] * 7, 2, *[None] * 3]
-    raw = [(p.value & (1 << 64) - 1).to_bytes(8, "little")[: p.size] for p in found if p.hole is None]
-    assert b"".join(raw) == (struct.pack("<iqfe", -3, -(1 << 40), 0.5, -2.0) + struct.pack("<f", 1.5)[2:]
-                             + struct.pack("<d?qqq", 0.1, True, 0, 0, 0))
+    raw = b"".join(p.value.to_bytes(p.size, "little") for p in found[FILLED:])
+    assert raw == (struct.pack("<iqfe", -3, -(1 << 40), 0.5, -2.0) + struct.pack("<f", 1.5)[2:]
+                   + struct.pack("<d?iqqq", 0.1, True, 7, 0, 0, 0))
     t = torch.zeros(3)
     assert parameters_of(["*fp32"], [t])[0].value == t.data_ptr()
     assert parameters_of(["tensordesc<fp16[64, 64]>"], [None]) is None
@@ -85,18 +84,21 @@ class Driver:
     def __init__(self, sizes: list[int], error: int = 0) -> None:
         self.sizes, self.error, self.read = sizes, error, []
 
-    def takes(self, function: ctypes.c_void_p, sizes: list[int]) -> bool:
-        return sizes == self.sizes
+    def offsets(self, function: ctypes.c_void_p, sizes: list[int]) -> list[int] | None:
+        return OFFSETS if sizes == self.sizes else None
 
-    def launch(self, config: Any, function: ctypes.c_void_p, pointers: Any, extra: None) -> int:
+    def launch(self, config: Any, function: ctypes.c_void_p, pointers: None, extra: Any) -> int:
         time.sleep(0)  # another thread may run now
         raw = ctypes.string_at(ctypes.addressof(config._obj), 56)  # CUlaunchConfig
-        values = [ctypes.string_at(where, size) for where, size in zip(pointers, self.sizes, strict=True)]
-        self.read.append((*struct.unpack("<3I3II4xQQI4x", raw), function.value, values))
+        assert (pointers, extra[0], extra[2], extra[4]) == (None, 1, 2, None)
+        block = ctypes.string_at(extra[1], ctypes.c_size_t.from_address(extra[3]).value)
+        self.read.append((*struct.unpack("<3I3II4xQQI4x", raw), function.value, block))
         return self.error
 
 
 SIZES = [p.size for p in parameters_of(SIGNATURE.values(), ARGS)]
+LAYOUT = "<QQ i4x q f e H d ?3x i QQQ"  # as SIGNATURE, scratch memory last: each at a multiple of its size
+OFFSETS = [0, 8, 16, 24, 32, 36, 38, 40, 48, 52, 56, 64, 72]
 
 
 def bound(monkeypatch, driver: Driver | None, **properties: bool) -> tuple[Callable[..., None], list[Any]]:
@@ -107,21 +109,19 @@ def bound(monkeypatch, driver: Driver | None, **properties: bool) -> tuple[Calla
     compiled = SimpleNamespace(run=run, function=99, packed_metadata=(2, 1, 512), metadata=None, src=SimpleNamespace(signature=SIGNATURE))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(launcher, "_driver", lambda: driver)
-    return Launcher(compiled).bound(24, ARGS, HOLES), by_triton
+    return Launcher(compiled).bound(24, ARGS, FILLED), by_triton
 
 
 def test_a_bound_launch_hands_the_driver_everything(monkeypatch):
     driver = Driver(SIZES)
     start, by_triton = bound(monkeypatch, driver)
-    start(77, 2**40, 5, 6)
-    start(0, 1, 2**63 + 1, 2**31 - 1)
+    start(77, 2**40, 5)
+    start(0, 1, 2**63 + 1)
     assert not by_triton
-    for (*config, values), stream, pointers, tag in zip(driver.read, (77, 0), ((2**40, 5), (1, 2**63 + 1)), (6, 2**31 - 1), strict=True):
+    for (*config, block), stream, pointers in zip(driver.read, (77, 0), ((2**40, 5), (1, 2**63 + 1)), strict=True):
         assert config == [24, 1, 1, 64, 1, 1, 512, stream, 0, 0, 99]
-        assert [int.from_bytes(value, "little") for value in values[:2]] == list(pointers)
-        assert struct.unpack("<iqfe", b"".join(values[2:6])) == (-3, -(1 << 40), 0.5, -2.0)
-        assert (values[7], values[8], values[9]) == (struct.pack("<d", 0.1), b"\1", struct.pack("<i", tag))
-        assert values[10:] == [bytes(8)] * 3
+        rounded = int.from_bytes(struct.pack("<f", 1.5)[2:], "little")
+        assert struct.unpack(LAYOUT, block) == (*pointers, -3, -(1 << 40), 0.5, -2.0, rounded, 0.1, True, 7, 0, 0, 0)
     with pytest.raises(ValueError, match="size"):
         start(0, 1)
 
@@ -131,10 +131,10 @@ def test_a_bound_launch_hands_the_driver_everything(monkeypatch):
     (Driver(SIZES), {"launch_pdl": True})], ids=["no driver", "other parameters", "an error", "cooperative", "programmatic"])
 def test_everything_else_goes_by_triton(monkeypatch, driver, properties):
     start, by_triton = bound(monkeypatch, driver, **properties)
-    start(77, 2**40, 5, 6)
+    start(77, 2**40, 5)
     (args,) = by_triton
     assert args[:5] == (24, 1, 1, 77, 99)
-    assert args[-len(ARGS):] == (2**40, 5, *ARGS[2:9], 6, None)
+    assert args[-len(ARGS):] == (2**40, 5, *ARGS[2:])
     assert driver is None or len(driver.read) == (driver.error != 0)
 
 
@@ -146,7 +146,7 @@ def test_threads_launch_at_once_with_values_of_their_own(monkeypatch):
     def many(thread: int) -> None:
         barrier.wait()
         for i in range(200):
-            start(thread, thread << 40 | i, thread << 40 | i, i)
+            start(thread, thread << 40 | i, thread << 40 | i)
 
     threads = [Thread(target=many, args=(t,)) for t in range(4)]
     for thread in threads:
@@ -154,20 +154,27 @@ def test_threads_launch_at_once_with_values_of_their_own(monkeypatch):
     for thread in threads:
         thread.join()
     seen = set()
-    for *config, values in driver.read:
-        x, y, tag = (int.from_bytes(values[at], "little") for at in (0, 1, 9))
-        assert x == y == config[7] << 40 | tag
+    for *config, block in driver.read:
+        x, y = struct.unpack_from("<QQ", block)
+        assert x == y
+        assert x >> 40 == config[7]
         seen.add(x)
     assert len(seen) == len(driver.read) == 800
 
 
 def test_the_driver_is_asked_for_every_parameter():
     driver = launcher._Driver.__new__(launcher._Driver)
-    driver._parameter = lambda function, at, offset, size: at.value >= len(SIZES) or setattr(size._obj, "value", SIZES[at.value]) or 0
-    assert driver.takes(ctypes.c_void_p(1), SIZES)
-    assert not driver.takes(ctypes.c_void_p(1), SIZES[:-1])
-    assert not driver.takes(ctypes.c_void_p(1), [*SIZES, 8])
-    assert not driver.takes(ctypes.c_void_p(1), [4, *SIZES[1:]])
+
+    def parameter(function: ctypes.c_void_p, at: ctypes.c_size_t, offset: Any, size: Any) -> int:
+        if at.value >= len(SIZES):
+            return 1
+        offset._obj.value, size._obj.value = OFFSETS[at.value], SIZES[at.value]
+        return 0
+
+    driver._parameter = parameter
+    assert driver.offsets(ctypes.c_void_p(1), SIZES) == OFFSETS
+    for other in (SIZES[:-1], [*SIZES, 8], [4, *SIZES[1:]]):
+        assert driver.offsets(ctypes.c_void_p(1), other) is None
 
 
 def test_where_there_is_no_driver_triton_serves(monkeypatch):

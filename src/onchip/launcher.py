@@ -2,7 +2,7 @@
 
 Triton binds, specialises and hashes all arguments at each call and encodes every tensor map anew: 15–35 µs for a kernel of some sixty
 arguments, of which the driver needs 3. What it computes is the same as long as the arguments' types, alignments and special values are, so
-a caller that knows they are (`attention.ops.Route`) keeps a `Launcher`. One that also knows all arguments but a few pointers has them
+a caller that knows they are (`attention.ops.Route`) keeps a `Launcher`. One that also knows all arguments but the first pointers has them
 written down once (`Launcher.bound`): a launch is then one call of the driver. What differs between Triton 3.6 and 3.9 is here.
 """
 import ctypes
@@ -20,6 +20,7 @@ NON_PORTABLE_ALLOWED = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 FLOATS = {"fp16": "<e", "fp32": "<f", "fp64": "<d"}  # Triton's types → how `struct` writes them
 SIZES = {f"{sign}{bits}": -(-bits // 8) for sign in "iu" for bits in (1, 8, 16, 32, 64)} | {  # → bytes of a parameter
     "bf16": 2, **{kind: struct.calcsize(written) for kind, written in FLOATS.items()}}
+BLOCK, BLOCK_SIZE = 1, 2  # CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE
 SCRATCH = 2  # pointers behind a kernel's own parameters: memory for itself and for Triton's profiler, which no kernel here wants
 
 
@@ -69,35 +70,34 @@ class Launcher:
         else:
             self._launch(grid, 1, 1, stream, *self._fixed, *args)
 
-    def bound(self, grid: int, args: Sequence[Any], holes: Sequence[int]) -> Callable[..., None]:
-        """`self(grid, stream, args)` as a function of the stream and of the `holes`-th arguments: addresses or other integers.
+    def bound(self, grid: int, args: Sequence[Any], filled: int) -> Callable[..., None]:
+        """`self(grid, stream, args)` as a function of the stream and of the `filled` first arguments, addresses.
 
         It calls the driver at once (CUDA 12.4 or later), if that agrees on the parameters' number and sizes. Else, and for clusters,
         cooperative grids, programmatic launches and descriptors, Triton's launcher serves. Threads may call it at the same time.
         """
         def by_triton(stream: int, *values: int) -> None:
-            filled = list(args)
-            for at, value in zip(holes, values, strict=True):
-                filled[at] = value
-            self(grid, stream, filled)
+            self(grid, stream, (*values, *args[filled:]))
 
-        driver, parameters = _driver(), parameters_of(self._compiled.src.signature.values(), args, holes)
+        driver, parameters = _driver(), parameters_of(self._compiled.src.signature.values(), args)
         function = ctypes.c_void_p(self._compiled.function)
-        if driver is None or parameters is None or not self._plain or not driver.takes(function, [p.size for p in parameters]):
+        offsets = driver.offsets(function, [p.size for p in parameters]) if driver and parameters and self._plain else None
+        if driver is None or parameters is None or offsets is None or offsets[:filled] != [8 * at for at in range(filled)]:
             return by_triton
         warps, _, shared, *_ = self._compiled.packed_metadata
+        block = _packed(parameters, offsets)
         free: list[tuple[Any, ...]] = []  # a launch has one to itself, taken and put back in steps that no thread interrupts
-        launch, filled = driver.launch, len(holes)
+        launch = driver.launch
 
         def start(stream: int, *values: int) -> None:
             try:
                 memory = free.pop()
             except IndexError:
-                memory = _memory(grid, warps, shared, parameters, filled)
-            config, where, words, pointers = memory
+                memory = _memory(grid, warps, shared, block)
+            config, where, words, extra, _size = memory
             config.stream = stream
             words[:filled] = values
-            failed = launch(where, function, pointers, None)
+            failed = launch(where, function, None, extra)
             free.append(memory)
             if failed:  # in a thread's first call there may be no context: Triton's path has one made, and names other errors
                 by_triton(stream, *values)
@@ -106,26 +106,33 @@ class Launcher:
 
 
 class Parameter(NamedTuple):
-    """One parameter of a kernel: bytes, and its value, or which of the values given at each launch it is."""
+    """One parameter of a kernel."""
 
-    size: int
-    value: int | None  # little-endian, in a word of 64 bits
-    hole: int | None
+    size: int  # bytes
+    value: int  # its bits
 
 
-def parameters_of(signature: Iterable[Any], args: Iterable[Any], holes: Sequence[int] = ()) -> list[Parameter] | None:
+def parameters_of(signature: Iterable[Any], args: Iterable[Any]) -> list[Parameter] | None:
     """Those of a kernel of Triton's, in order: what is compiled in is none, tuples are flattened, scratch memory comes last.
 
     `signature`: Triton's types, nested as `args` are. None if there is one that is no number and no pointer (a descriptor).
     """
     found: list[Parameter] = []
-    for at, (kind, value) in enumerate(zip(signature, args, strict=True)):
+    for kind, value in zip(signature, args, strict=True):
         for leaf, item in _leaves(kind, value):
             size = 8 if leaf[0] == "*" else SIZES.get(leaf)
             if size is None:
                 return None
-            found.append(Parameter(size, None, holes.index(at)) if at in holes else Parameter(size, _word(leaf, item), None))
-    return found + [Parameter(8, 0, None)] * SCRATCH
+            found.append(Parameter(size, _word(leaf, item) & (1 << 8 * size) - 1))
+    return found + [Parameter(8, 0)] * SCRATCH
+
+
+def _packed(parameters: Iterable[Parameter], offsets: Sequence[int]) -> bytes:
+    """The parameters as a kernel finds them in its memory."""
+    block = bytearray()
+    for one, at in zip(parameters, offsets, strict=True):
+        block[len(block):] = bytes(at - len(block)) + one.value.to_bytes(one.size, "little")
+    return bytes(block)
 
 
 def _leaves(kind: Any, value: Any) -> Iterator[tuple[str, Any]]:
@@ -137,7 +144,7 @@ def _leaves(kind: Any, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _word(kind: str, value: Any) -> int:
-    """A value as the low bytes of a word."""
+    """A value's bits, as the low bytes of a word."""
     if kind in FLOATS:
         return int.from_bytes(struct.pack(FLOATS[kind], value), "little")
     if kind == "bf16":
@@ -154,14 +161,16 @@ class _Config(ctypes.Structure):
                 ("attributes", ctypes.c_void_p), ("number", ctypes.c_uint)]
 
 
-def _memory(grid: int, warps: int, shared: int, parameters: list[Parameter], filled: int) -> tuple[Any, ...]:
-    """What a launch reads: its configuration, that one's address, the values (those given at each launch first), the values' addresses."""
-    config = _Config((grid, 1, 1), (32 * warps, 1, 1), shared)
-    values = [0] * filled + [p.value for p in parameters if p.value is not None]
-    words = (ctypes.c_uint64 * len(values))(*values)
-    first, fixed = ctypes.addressof(words), iter(range(filled, len(values)))
-    places = [next(fixed) if p.hole is None else p.hole for p in parameters]
-    return config, ctypes.byref(config), words, (ctypes.c_void_p * len(places))(*(first + 8 * place for place in places))
+def _memory(grid: int, warps: int, shared: int, block: bytes) -> tuple[Any, ...]:
+    """What a launch reads: its configuration, that one's address, the parameters' memory, where and how large that is.
+
+    Handed over as one block, 25 parameters take the driver 0.2 µs less than one by one.
+    """
+    config, words = _Config((grid, 1, 1), (32 * warps, 1, 1), shared), (ctypes.c_uint64 * -(-len(block) // 8))()
+    ctypes.memmove(words, block, len(block))
+    size = ctypes.c_size_t(len(block))
+    where = (ctypes.c_void_p * 5)(BLOCK, ctypes.addressof(words), BLOCK_SIZE, ctypes.addressof(size), None)
+    return config, ctypes.byref(config), words, where, size
 
 
 class _Driver:
@@ -171,14 +180,15 @@ class _Driver:
         library = ctypes.CDLL("libcuda.so.1")  # it lets other threads run meanwhile: a launch waits where the card's queue is full
         self.launch, self._parameter = library.cuLaunchKernelEx, library.cuFuncGetParamInfo
 
-    def takes(self, function: ctypes.c_void_p, sizes: list[int]) -> bool:
-        """Has the kernel parameters of these bytes, and no others?"""
-        offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    def offsets(self, function: ctypes.c_void_p, sizes: list[int]) -> list[int] | None:
+        """Where the kernel expects parameters of these bytes; None if it has others."""
+        found, offset, size = [], ctypes.c_size_t(), ctypes.c_size_t()
         for at, expected in enumerate([*sizes, None]):
             error = self._parameter(function, ctypes.c_size_t(at), ctypes.byref(offset), ctypes.byref(size))
             if (None if error else size.value) != expected:
-                return False
-        return True
+                return None
+            found.append(offset.value)
+        return found[:-1]
 
 
 @cache

@@ -235,9 +235,9 @@ def quick(x: Tensor, spec: Spec) -> Callable[[Tensor, int], Tensor] | None:
     launch = _LAUNCHES.get((x.device, x.shape, spec, *kind(x, y, None, None)))
     if launch is None or launch.launcher is None:
         return None
-    device, index, rounds, tensors = x.device, x.device.index, launch.rounds, launch.tensors
-    through = (tensors, tensors + 1) if rounds else ()
-    start = launch.launcher.bound(launch.grid, (0,) * (tensors + len(through)) + launch.rest, (0, 1, *through))
+    device, index, rounds, grid, launcher = x.device, x.device.index, launch.rounds, launch.grid, launch.launcher
+    absent = (0,) * (launch.tensors - 2)
+    start = launcher.bound(grid, (0, 0, *absent, *launch.rest), 2) if not rounds else None
     empty, shape, strides, dtype = _empty(device), tuple(y.shape), y.stride(), y.dtype
     current, stream_of = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
 
@@ -245,10 +245,10 @@ def quick(x: Tensor, spec: Spec) -> Callable[[Tensor, int], Tensor] | None:
         if current() != index:
             return forward(x, None, spec)
         y, stream = empty(shape, strides, dtype), stream_of(index)
-        if rounds:
-            start(stream, address, y.data_ptr(), *_pointers(exchange(device, stream, rounds)))
-        else:
+        if start:
             start(stream, address, y.data_ptr())
+        else:
+            launcher(grid, stream, (address, y.data_ptr(), *absent, *_pointers(exchange(device, stream, rounds)), *launch.rest))
         return y
 
     return run
