@@ -20,8 +20,11 @@ CONFIGURATIONS = offline.configurations()
 
 
 def apart(tile: tiles.Tile, dtype: torch.dtype, features: Mapping[str, object]) -> bool:
-    """What another configuration of the tile shows as well, but for the type or a bound: 50 s of CI, so one tile stands for the others."""
-    return tile.dim != 128 and (set(features) == {"split"} or (dtype is torch.float16 and set(features) == {"right"}))
+    """What another configuration of the tile shows as well, but for the type or a bound: 7 s of CI each, so the tile of 128 stands for
+    the others. The online softmax takes the fewest registers: the tiles that have least of them stand for the others."""
+    if set(features) == {"online", "right"}:
+        return (tile.dim, tile.rows) not in ((64, 192), (128, 128), (256, 128))
+    return tile.dim != 128 and (set(features) in (set(), {"split"}) or (dtype is torch.float16 and set(features) == {"right"}))
 
 
 def more(tile: tiles.Tile, split: bool = False) -> int:
@@ -71,7 +74,7 @@ def test_compiled_kernels(index):
 
 def test_the_merge_reads_16_bytes_a_lane_and_keeps_eight_parts_under_way():
     lines = compiled("--merge")
-    assert len(lines) == 4 * len(tiles.FORWARD)
+    assert len(lines) == 4 * len({tile.dim_v for tile in tiles.FORWARD})
     for made in lines:
         assert made["spill_stores"] == made["spill_loads"] == made["shared_bytes"] == 0, made["dim_v"]
         assert made["threads"] == 32

@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--merge", action="store_true", help="instead, the kernel that puts parts together, for each tile's v")
     args = parser.parse_args()
     if args.merge:
-        for tile, dtype in product(tiles.FORWARD, launch.DTYPES):
+        for tile, dtype in product({tile.dim_v: tile for tile in tiles.FORWARD}.values(), launch.DTYPES):
             for dim_v in (tile.dim_v, tile.dim_v - 8):
                 made = compile_merge(tile, dim_v, dtype, dtype == torch.float16)
                 print(json.dumps({"dim_v": dim_v, **made.figures()}), flush=True)  # noqa: T201
