@@ -47,7 +47,10 @@ CASES = {
     "hopper fp16 d256 causal": ("hopper", {**SMALL, "dim": 256, "dim_v": 256, "dtype": "float16", "causal": True}),
     "hopper bf16 d128 packed": ("hopper", {**PACKED, "dim": 128, "dim_v": 128}),
     "softmax rows": ((64, 1000), -1),
-    "softmax long rows": ((2, 70_001), -1),
+    "softmax ends": ((64, 4095), -1),  # rows that start inside vectors
+    "softmax triangle": ((1024, 1024), -1),  # in halves
+    "softmax clusters": ((30, 33_001), -1),
+    "softmax long rows": ((2, 70_001), -1),  # in parts
     "softmax across": ((300, 77), 0),
 }
 
@@ -63,11 +66,18 @@ def run(name: str) -> None:
         backend, fields = CASES[name]
         check(Case(**fields), Target(backend, "cuda"))
     else:
+        from onchip.softmax import softmax_topk
         from onchip.testing.softmax import agree
 
         shape, dim = CASES[name]
-        for log in (False, True):
-            agree(torch.randn(shape, device="cuda", dtype=torch.bfloat16), dim, log=log, causal=dim == -1)
+        x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        agree(x, dim)
+        if dim == -1:
+            agree(x, dim, log=True, causal=True)
+            p = torch.softmax(x.double(), -1)
+            values, indices = softmax_topk(x, 8, dtype=torch.float32)
+            assert torch.equal(p.gather(-1, indices), p.topk(8).values)
+            assert torch.allclose(values.double(), p.gather(-1, indices), rtol=1e-5)
     torch.cuda.synchronize()
     print("the result is right")
 
