@@ -37,6 +37,19 @@ def main(cases: list) -> list[dict]:
     return seen
 
 
+def hidden(cases: list) -> list[dict]:
+    """Of rows under a triangle, or with a mask that groups share: what `read` tells, and how many programs an SM's registers hold."""
+    seen = []
+    for n, dtype, causal in cases:
+        with machine_with(GPUS["h100"]), offline(90) as launched:
+            x = torch.empty((8, n, n), dtype=getattr(torch, dtype), device="meta")
+            mask = None if causal else torch.empty((n, n), dtype=torch.bool, device="meta").expand(x.shape)
+            forward(x, mask, Spec(-1, False, 1.0, causal, True, x.dtype))
+        seen += [{**read(made.name, made), "programs": 65536 // (-(-made.registers // 8) * 8 * made.threads),
+                  "bytes": len(re.findall(r"\bld\.global\S*8\b", made.ptx)), "barriers": made.counts["BAR"]} for made in launched]
+    return seen
+
+
 def streamed(columns: list) -> list[bool]:
     """Whether rows had edges, of every kernel that two passes over rows of so many columns take: all compile."""
     rows.plans.choose = lambda *_: Plan(False, 1, 64, 4, 1)

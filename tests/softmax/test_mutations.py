@@ -47,6 +47,7 @@ MUTANTS = {
     "triangle in the top left corner": ("tile_forward", "i0 + (n - n0)", "i0", {"causal": True}),
     "half a tile for rows that see more": ("tile_forward", "+ (n - n0) < BLOCK_N // 2", "+ (n - n0) < BLOCK_N",
                                            {"causal": True, "n": 1024}),
+    "a tile that is begun twice": ("tile_forward", "tiles - 1 - tile // 2", "tiles - 2 - tile // 2", {"causal": True, "n": 1024}),
     "maximum without the rescale": ("tile_forward", "l * _exp(m_old - _shift(m, WANTED)) +", "l +", {"streamed": True}),
     "statistics without the last block": ("tile_forward", "for block in range(blocks):",
                                            "for block in range(blocks - 1):", {"streamed": True}),

@@ -43,6 +43,19 @@ def test_long_rows_of_16_bits_wait_as_they_came():
     assert not plan.choose(32769, False, narrow=True).resident
 
 
+def test_rows_of_a_triangle_and_of_a_mask_wait_in_16_bits_from_a_thousand_elements_on():
+    for n in (1024, 2048, 4096, 8192, 16384, 32768):
+        for kind in ({"triangle": True}, {"masked": True}, {"triangle": True, "masked": True}):
+            chosen = plan.choose(n, False, narrow=True, **kind)
+            assert chosen.narrow
+            assert not plan.choose(n, False, **kind).narrow
+            assert chosen.block_m * chosen.block_n // (32 * chosen.warps) <= 64
+            assert (chosen.registers or 255) * 32 * chosen.warps * (1 + (n == 32768)) <= 65536
+        edges = plan.choose(n, False, edges=True, narrow=True, triangle=True)  # these take registers
+        assert edges.block_m == 1
+        assert edges.registers is None or edges.registers >= 64
+
+
 H200 = {"processors": 132, "shared_memory": 227 * 1024}
 
 
@@ -107,6 +120,17 @@ def test_plans_compile_for_hopper_and_move_16_bytes_at_a_time():
     for kernel in kernels:
         assert kernel["stack"] <= (96 if kernel["name"] == "backward" else 0), kernel  # the widest backward spills a little
         assert kernel["accesses"] == kernel["wide"] > 0, kernel
+
+
+def test_triangles_and_masks_compile_for_hopper_as_the_plan_says():
+    """Without spills; x and y by 16 bytes, a mask by as many bytes as these are elements, and none moved between threads."""
+    cases = {(1024, "bfloat16", True): 32, (4096, "bfloat16", True): 12, (8192, "bfloat16", True): 6, (16384, "float32", True): 2,
+             (1024, "bfloat16", False): 28, (8192, "bfloat16", False): 5, (16384, "float16", False): 4, (4096, "float32", False): 6}
+    for case, programs, kernel in zip(cases, cases.values(), fresh.call(compile_plans.hidden, list(cases)), strict=True):
+        assert (kernel["stack"], kernel["bytes"]) == (0, 0), (case, kernel)
+        assert kernel["programs"] >= programs, (case, kernel)
+        assert kernel["wide"] == kernel["accesses"] * (1 if case[2] else 2) // (1 if case[2] else 3), (case, kernel)
+        assert kernel["barriers"] <= 10, (case, kernel)
 
 
 def test_parts_compile_for_hopper_as_the_plan_says():

@@ -157,7 +157,7 @@ def test_what_is_special_reaches_the_hidden_part_as_well(force, log):
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="thousands of rows: too many for the interpreter")
-@pytest.mark.parametrize("n", [600, 1024, 2047, 4096, 8192, 8190, 16384, 20000, 32768, 50257, 65536])
+@pytest.mark.parametrize("n", [512, 600, 1024, 2047, 2048, 4096, 8192, 8190, 16384, 20000, 32768, 50257, 65536])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_triangles_by_the_plans_of_the_card(dtype, n):
     """A thousand rows of a square, from those that see nothing; of the longest ones the last rows alone."""
@@ -169,6 +169,66 @@ def test_triangles_by_the_plans_of_the_card(dtype, n):
     for scale in (1.0, -0.5):
         right = torch.softmax((x[0, at].double() * scale).masked_fill(~seen, -torch.inf), -1).masked_fill(~seen, 0.0)
         close(softmax(x, causal=True, scale=scale, backend="triton")[0, at], right)
+
+
+@pytest.mark.parametrize("rows", [5, 66])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_two_rows_of_a_triangle_share_a_tile(force, narrow, rows):
+    """Rows in order would be 31 and 32 in one tile, of which one sees half of it and one more; tiles begin from both ends of the grid."""
+    force(plan.Plan(True, 2, 64, 1, narrow=narrow))
+    x = triangle(rows, 64, torch.bfloat16 if narrow else torch.float32).repeat(3, 1, 1)
+    close(softmax(x, causal=True, backend="triton"), right_under(x[:1]).expand(x.shape))
+
+
+def masked(rows, n, dtype):
+    """x, and bytes of a mask, any of which but 0 keeps; x is NaN where it is 0, and one row is hidden altogether."""
+    generator = torch.Generator().manual_seed(n)
+    kept = torch.tensor([0, 1, 2, 128, 255], dtype=torch.uint8)[torch.randint(0, 5, (rows, n), generator=generator)]
+    kept[1] = 0
+    x = torch.randn(rows, n, generator=generator) * 3
+    return torch.where(kept != 0, x, torch.nan).to(DEVICE, dtype), kept.to(DEVICE).view(torch.bool)
+
+
+@pytest.mark.parametrize("scale", [1.0, -0.5, 0.0])
+@pytest.mark.parametrize(("dtype", "tile"), [(torch.bfloat16, (1, 64)), (torch.float16, (2, 64)), (torch.bfloat16, (1, 32))])
+def test_masks_of_rows_that_wait_in_16_bits(force, dtype, tile, scale):
+    force(plan.Plan(True, *tile, 1, narrow=True, parts=64 // tile[1]))
+    for n in (64, 56):
+        x, mask = masked(5, n, dtype)
+        assert fold(x, -1, mask.view(torch.uint8)).mask_vector == 8
+        s = (x.double() * scale).masked_fill(x.isnan(), -torch.inf)
+        right = torch.softmax(s, -1).masked_fill(x.isnan(), 0.0)
+        close(softmax(x, mask=mask, scale=scale, backend="triton"), right)
+        seen = torch.ones(5, n, dtype=torch.bool, device=DEVICE).tril(n - 5)
+        right = torch.softmax(s.masked_fill(~seen, -torch.inf), -1).masked_fill(x.isnan() | ~seen, 0.0)
+        close(softmax(x, mask=mask, causal=True, scale=scale, backend="triton"), right)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="thousands of rows: too many for the interpreter")
+@pytest.mark.parametrize("n", [600, 1024, 2048, 4096, 8192, 8190, 16384, 20000, 32768, 65536])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_masks_by_the_plans_of_the_card(dtype, n):
+    """Four groups that share it, so many rows that clusters serve the longest ones as well."""
+    x, mask = masked(66, n, dtype)
+    for scale in (1.0, -0.5):
+        s = (x.double() * scale).masked_fill(~mask, -torch.inf)
+        right = torch.softmax(s, -1).masked_fill(~mask, 0.0)
+        close(softmax(x.repeat(4, 1, 1), mask=mask, scale=scale, backend="triton"), right.expand(4, 66, n))
+    seen = torch.ones(66, n, dtype=torch.bool, device=DEVICE).tril(n - 66)
+    right = torch.softmax((x.double()).masked_fill(~mask | ~seen, -torch.inf), -1).masked_fill(~mask | ~seen, 0.0)
+    close(softmax(x.repeat(4, 1, 1), mask=mask, causal=True, backend="triton"), right.expand(4, 66, n))
+
+
+@pytest.mark.parametrize("block_m", [1, 2])
+def test_groups_that_share_a_mask_take_turns(force, block_m):
+    """The rows that need one row of the mask follow each other, whatever its groups are: all, heads of a batch, batches of a head."""
+    force(plan.Plan(True, block_m, 64, 1))
+    x = (torch.randn(2, 3, 5, 64, generator=torch.Generator().manual_seed(0)) * 3).to(DEVICE)
+    for shape, shared in (((5, 64), True), ((2, 1, 5, 64), True), ((3, 5, 64), True), ((2, 3, 5, 64), False), ((64,), False)):
+        mask = (torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.7).to(DEVICE)
+        assert fold(x, -1, mask.expand(x.shape), queries=True).shared is shared
+        agree(x, mask=mask)
+        agree(x, mask=mask, causal=True)
 
 
 def test_sums_of_halved_tiles(force):

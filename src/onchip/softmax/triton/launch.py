@@ -140,17 +140,18 @@ def _forward(x: Tensor, y: Tensor, mask: Tensor | None, bias: Tensor | None, spe
         return None
     named = {"scale": spec.scale, "WANTED": 2 if spec.summed else int(spec.log), "SCALED": spec.scale != 1.0, "MASKED": mask is not None,
              "CAUSAL": spec.causal}
-    rows = _clustered(rows, x, False, narrow(rows.vector, rows.strides), spec.causal)
+    rows = _clustered(rows, x, False, narrow(rows.vector, rows.mask_vector, rows.strides), spec.causal)
     parts = _parts(rows, x, False) if bias is None and spec.scale != 0.0 else None
     if parts:
         from onchip.softmax.triton.parts_forward import parts_forward
 
         return _launch_parts(parts_forward, rows, parts, 3, named, x.device)
     absent = dict.fromkeys({"strides_mask", "strides_bias"} - rows.arguments.keys(), (0, 0, 0, 0))
-    if rows.plan.narrow and spec.causal and spec.scale == 0.0:  # where what is hidden waits as −∞, which times 0 is NaN
+    if rows.plan.narrow and spec.hiding and spec.scale == 0.0:  # where what is hidden waits as −∞, which times 0 is NaN
         rows = replace(rows, plan=plans.STREAMED)
-    alone = rows.plan.block_m == rows.plan.parts == 1  # a program, and its row
-    more = {"BIASED": bias is not None, "NARROW": rows.plan.narrow, "HALVES": spec.causal and alone}
+    few = rows.plan.block_m <= plans.HALVED_ROWS and rows.plan.parts == 1 and not rows.packed
+    more = {"BIASED": bias is not None, "NARROW": rows.plan.narrow, "HALVES": spec.causal and few, "SHARED": rows.shared,
+            "TURNS": plans.TURNS}
     return _launch_tiles(tile_forward, rows, 4, {**named, **absent, **more}, x.device)
 
 
@@ -171,7 +172,7 @@ def _backward(dy: Tensor, y: Tensor, dx: Tensor, spec: Spec) -> Launch | None:
     if rows is None:
         return None
     named = {"scale": spec.scale, "LOG": spec.log, "SCALED": spec.scale != 1.0, "HIDING": spec.hiding}
-    rows = _clustered(rows, y, True, narrow(rows.vector, rows.strides) and dy.dtype == y.dtype)
+    rows = _clustered(rows, y, True, narrow(rows.vector, rows.mask_vector, rows.strides) and dy.dtype == y.dtype)
     parts = _parts(rows, y, True) if dy.dtype == y.dtype else None
     if parts:
         from onchip.softmax.triton.parts_backward import parts_backward

@@ -32,15 +32,22 @@ SPAN = 64  # elements: 128 bytes and more
 # Along the row: width, a power of two → warps of the program that holds one row, forward and backward. Measured on an H200 (2²⁷ elements)
 # beside half and twice as many warps: within 2 % of the best in the mean of bf16 and fp32, 4.0–4.3 TB/s up to 8192 columns.
 RESIDENT_WARPS = {1024: (2, 2), 2048: (4, 4), 4096: (8, 8), 8192: (16, 8), 16384: (16, 16), 32768: (16, 16)}
-# Wider rows of 16 bits, forward: width → warps and registers. So 2 programs of 32768 columns share an SM, and one reads while the other
-# computes: 4.03 TB/s where rows in float32 had 3.13; 16384: 4.00 and 3.65; a copy 4.15.
-NARROW = {16384: (8, None), 32768: (16, 64)}
+# Wider rows of 16 bits, forward: width → rows, warps and registers. So 2 programs of 32768 columns share an SM, and one reads while the
+# other computes: 4.03 TB/s where rows in float32 had 3.13; 16384: 4.00 and 3.65; a copy 4.15.
+NARROW = {16384: (1, 8, None), 32768: (1, 16, 64)}
 # Rows that start inside a vector: their ends cost each thread some 100 instructions, so it gets 32 elements, 14 instructions for each.
 # With 16 it is 20, of the 32 that an SM issues at the memory's rate: within 1 % at 1001 and 4095 columns, 3 % slower at 8191.
 EDGES_EACH = 32
 # Rows of a triangle get 32 elements a thread as well: they move 3/4 of a plain row's bytes, and may issue no more of its instructions. Half
 # the warps, in tiles halved for rows that see little, issue 0.80 to 0.84 of them (1024, 4096, 8192 columns of bf16), all of them 1.2.
-NARROW_TRIANGLE = {8192: (8, None), **NARROW}  # 48 registers for 56: five programs an SM for four
+# With fewer bytes each, more rows have to be under way: two in each of the 32 programs that an SM holds at most, and what 40 registers give
+# (4096: twelve programs for ten, 8192: six for five). 144 to 192 KB an SM are read and written at once, 128 of plain rows.
+HALVED_ROWS = 2  # of a tile, at most: those of one that is halved are much alike
+NARROW_TRIANGLE = {1024: (HALVED_ROWS, 1, 64), 2048: (1, 2, 40), 4096: (1, 4, 40), 8192: (1, 8, 40), **NARROW}
+TRIANGLE_REGISTERS = {16384: 64}  # of float32: two programs an SM, as plain rows; 74 let one
+TURNS = True  # rows that see little and rows that see much are begun by turns, and reads and writes are mixed alike at all times
+# A mask is applied to two elements of 16 bits at once, and half the warps issue a plain row's instructions in all (4096: 2024 and 2024).
+NARROW_MASKED = {1024: (2, 1, 72), 2048: (1, 2, 40), 4096: (1, 4, 40), 8192: (1, 8, None), 16384: (1, 8, 64), 32768: (1, 16, 64)}
 SHORT_TILE, SHORT_WARPS = 1024, 1  # narrower rows share a program of this many elements
 # Two passes: what pays is bytes in flight, more than rows in L2. 1, 2, 4 programs an SM: 1.7, 2.2, 2.7 TB/s at 65536 columns of bf16.
 STREAMED = Plan(False, 1, 8192, 8, 4)
@@ -53,11 +60,12 @@ ACROSS_ROWS, ACROSS_LEAST, ACROSS_TILE, ACROSS_WARPS = 64, 16, 8192, 8
 ACROSS_STREAMED = Plan(False, 64, 128, 8, 2)
 
 
-def choose(n: int, across: bool, edges: bool = False, forward: bool = True, narrow: bool = False, triangle: bool = False) -> Plan:
+def choose(n: int, across: bool, edges: bool = False, forward: bool = True, narrow: bool = False, triangle: bool = False,
+           masked: bool = False) -> Plan:
     """The tile for rows of `n` elements, however many there are.
 
     `edges`: they start and end inside vectors; `narrow`: they have 16 bits an element and nothing is added to them; `triangle`: they are
-    those of one.
+    those of one; `masked`: a mask's bytes are read beside them.
     """
     width = 1 << (n - 1).bit_length()  # the least power of two ≥ n
     if across:
@@ -67,11 +75,14 @@ def choose(n: int, across: bool, edges: bool = False, forward: bool = True, narr
         return Plan(True, SHORT_TILE // width, width, SHORT_WARPS)
     if width not in RESIDENT_WARPS:
         return STREAMED
-    waits = NARROW_TRIANGLE if triangle else NARROW
+    waits = NARROW_TRIANGLE if triangle else NARROW_MASKED if masked else NARROW
     if forward and narrow and width in waits:
-        warps, registers = waits[width]
-        return Plan(True, 1, width, warps, registers=registers, narrow=True)
-    return Plan(True, 1, width, min(16, width // (32 * EDGES_EACH)) if edges or triangle else RESIDENT_WARPS[width][not forward])
+        rows, warps, registers = waits[width]
+        if triangle and (edges or masked):  # these take registers
+            rows, registers = 1, NARROW[width][2] if width in NARROW else None
+        return Plan(True, rows, width, warps, registers=registers, narrow=True)
+    warps = min(16, width // (32 * EDGES_EACH)) if edges or triangle else RESIDENT_WARPS[width][not forward]
+    return Plan(True, 1, width, warps, registers=TRIANGLE_REGISTERS.get(width) if triangle and not (edges and masked) else None)
 
 
 # Longer rows on clusters. By (elements wait in 16 bits, backward): up to which length, and columns, warps and registers of a thread block.

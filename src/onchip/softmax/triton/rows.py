@@ -56,6 +56,13 @@ class Rows:
         """Tiles of one innermost dimension, unpacked."""
         return triton.cdiv(self.n0, self.plan.block_m)
 
+    @property
+    def shared(self) -> bool:
+        """Groups have rows of a mask or a bias in common, one for each i₀: read at the same time, they come from memory once."""
+        sizes = self.groups // self.n1, self.n1
+        beside = [steps for name, steps in self.strides.items() if name in ("mask", "bias") and steps[2]]
+        return not self.packed and any(size > 1 and step == 0 for steps in beside for size, step in zip(sizes, steps, strict=False))
+
     @cached_property
     def tiles(self) -> int:
         """All tiles. Below 2³¹: every tile but the last of a dimension is full, and no memory holds 2³¹ full ones."""
@@ -85,9 +92,9 @@ class Rows:
         return shape | constants | {f"strides_{name}": steps for name, steps in self.strides.items()}
 
 
-def narrow(vector: int, names: Collection[str]) -> bool:
-    """Rows whose 16-bit elements may wait as they came: nothing but x makes y, or dy and y, of one type, make dx."""
-    return vector == NARROW_VECTOR and not set(names) - {"x", "y", "dy", "dx"}
+def narrow(vector: int, mask_vector: int, names: Collection[str]) -> bool:
+    """Rows whose 16-bit elements may wait as they came: nothing but x and a mask of whole vectors makes y, or dy and y, of one type, dx."""
+    return vector == NARROW_VECTOR and not set(names) - {"x", "y", "dy", "dx"} - ({"mask"} if mask_vector == vector else set())
 
 
 def fold(tensors: dict[str, Tensor], dim: int, queries: bool = False, wide: tuple[str, ...] = ("x", "y")) -> Rows | None:
@@ -134,13 +141,14 @@ def layout(shape: torch.Size, strides: tuple[tuple[str, tuple[int, ...]], ...], 
         whole, vector = True, 1
     mask_vector = vector if whole and "mask" in of and of["mask"][3] == 1 and all(s % vector == 0 for s in of["mask"][:3]) else 1
     places = {name: (a, b, c, d) for name, (a, b, c, d) in of.items()}
-    plan = plans.choose(n, across, not whole, "x" in of, narrow(vector, of), queries)
+    plan = plans.choose(n, across, not whole, "x" in of, narrow(vector, mask_vector, of), queries, "mask" in of)
     return Rows(places, n, n0, n1, n2 * n1, plan, vector, not whole, mask_vector)
 
 
 @triton.jit
-def locate(tile, n0, n1, groups, tiles_a_group, FLAT: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr):
-    """i₂, i₁, i₀ of a tile's rows, in 64 bits, and which of them exist. FLAT: there is one group."""
+def locate(tile, n0, n1, groups, tiles_a_group, FLAT: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr,
+           SHARED: tl.constexpr = False):
+    """i₂, i₁, i₀ of a tile's rows, in 64 bits, and which of them exist. FLAT: there is one group; SHARED: the groups take turns."""
     lanes = tl.arange(0, BLOCK_M)
     if FLAT:  # no division: it would take as many instructions as two elements of a row
         group = tl.cast(0, tl.int64)
@@ -152,8 +160,8 @@ def locate(tile, n0, n1, groups, tiles_a_group, FLAT: tl.constexpr, PACKED: tl.c
         i0 = row % n0
         exists = group < groups
     else:
-        group = tl.cast(tile // tiles_a_group, tl.int64)
-        i0 = tl.cast(tile % tiles_a_group, tl.int64) * BLOCK_M + lanes
+        group = tl.cast(tile % groups if SHARED else tile // tiles_a_group, tl.int64)
+        i0 = tl.cast(tile // groups if SHARED else tile % tiles_a_group, tl.int64) * BLOCK_M + lanes
         exists = i0 < n0
     return group // n1, group % n1, i0, exists
 

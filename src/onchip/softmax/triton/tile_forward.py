@@ -16,6 +16,16 @@ HIDE = tl.constexpr("""{
     bmsk.clamp.b32 seen, 0, seen;
     lop3.b32 $0, $1, $2, seen, 0xE4;
 }""")
+SELECT = tl.constexpr("""{
+    .reg .b32 seen, two;
+    and.b32 seen, $6, 0x7F7F7F7F;
+    add.u32 seen, seen, 0x7F7F7F7F;
+    or.b32 seen, seen, $6;
+    prmt.b32 two, seen, 0, 0x9988;
+    lop3.b32 $0, $2, $4, two, 0xE4;
+    prmt.b32 two, seen, 0, 0xBBAA;
+    lop3.b32 $1, $3, $5, two, 0xE4;
+}""")
 Y, LOG_Y, SUM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what is wanted: y, log y or log Σ exp s
 
 
@@ -39,6 +49,13 @@ def _seen(w, keep, lead, i0, exists, n, n0, VECTOR: tl.constexpr, CAUSAL: tl.con
 
 
 @triton.jit
+def _kept(mask, step, w, lead, read, VECTOR: tl.constexpr):
+    """The mask's bytes of a block. A thread's are those of its elements of x: by vectors of sixteen bytes it would have others."""
+    at = mask + (w - lead) * step
+    return tl.load(tl.max_contiguous(at, [1, VECTOR]) if VECTOR > 1 else at, mask=read, other=0)
+
+
+@triton.jit
 def _scores(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, scale, n, n0, SCALED: tl.constexpr,
             MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr, VECTOR: tl.constexpr = 1):
     """s of a block in float32; −∞ is selected, after scaling, where a position is hidden or does not exist."""
@@ -51,7 +68,7 @@ def _scores(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exis
         s *= scale
     if BIASED:
         s += tl.load(bias + (w - lead) * step_bias, mask=read, other=0.0).to(tl.float32)
-    keep = seen & (tl.load(mask + (w - lead) * step_mask, mask=read, other=0) != 0) if MASKED else seen & read
+    keep = seen & (_kept(mask, step_mask, w, lead, read, VECTOR) != 0) if MASKED else seen & read
     return tl.where(keep, s, float("-inf"))
 
 
@@ -68,11 +85,22 @@ def _hide(x, hidden, w, last):
 
 
 @triton.jit
-def _widen(x, keep, scale, SCALED: tl.constexpr, CAUSAL: tl.constexpr):
-    """s of 16-bit elements that stay as they were loaded, and moved, so that they are widened anew. Those that a triangle hides are −∞
-    when they are scaled, others need to be told of."""
+def _select(x, hidden, kept):
+    """16-bit elements, `hidden` where `kept`, bytes, is 0. The highest bit of a byte that is not 0 is set, and two bytes are made of it."""
+    if INTERPRETED:
+        return tl.where(kept != 0, x.to(tl.float32), hidden).to(x.dtype)
+    hidden = (tl.zeros(x.shape, tl.float32) + hidden).to(x.dtype)
+    four = [x.to(tl.int16, bitcast=True), hidden.to(tl.int16, bitcast=True), kept]
+    x16 = tl.inline_asm_elementwise(SELECT, "=r,=r,r,r,r,r,r", four, dtype=tl.int16, is_pure=True, pack=4)
+    return x16.to(x.dtype, bitcast=True)
+
+
+@triton.jit
+def _widen(x, keep, scale, SCALED: tl.constexpr, HIDING: tl.constexpr):
+    """s of 16-bit elements that stay as they were loaded, and moved, so that they are widened anew. Those that a triangle or a mask hides
+    are −∞ when they are scaled, others need to be told of."""
     s = anew(x).to(tl.float32)
-    if CAUSAL:
+    if HIDING:
         return s * scale if SCALED else s
     return tl.where(keep, s * scale, float("-inf")) if SCALED else s
 
@@ -163,7 +191,7 @@ def _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, sc
           mail, i2, i1, i0, exists, FLAT: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr,
           EDGES: tl.constexpr, MASK_VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
           PARTS: tl.constexpr, WANTED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, BIASED: tl.constexpr,
-          CAUSAL: tl.constexpr, NARROW: tl.constexpr):
+          CAUSAL: tl.constexpr, NARROW: tl.constexpr, SHARED: tl.constexpr):
     """y of rows, or of one part of them, of which nothing is seen beyond the first of BLOCKS blocks."""
     before = lead(strides_x, i2, i1, i0, VECTOR, EDGES)
     row_x, row_mask = begin(x, strides_x, i2, i1, i0, VECTOR), begin(mask, strides_mask, i2, i1, i0, MASK_VECTOR)
@@ -174,13 +202,16 @@ def _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, sc
     w, keep = columns(part, span, before, n, BLOCK_N, WIDE, VECTOR, EDGES, PARTS > 1)
     if NARROW:
         read, _ = _seen(w, keep, before, i0, exists, n, n0, VECTOR, CAUSAL)
-        if CAUSAL:  # scale is not 0
+        if MASKED or CAUSAL:  # scale is not 0
             hidden = tl.where(scale < 0.0, float("inf"), float("-inf")) if SCALED else float("-inf")
             narrow = tl.load(row_x + w * strides_x[3], mask=read, other=hidden)
-            narrow = _hide(narrow, hidden, w - w // VECTOR * VECTOR, _last(w, before, i0, n, n0, VECTOR))
+            if MASKED:
+                narrow = _select(narrow, hidden, _kept(row_mask, strides_mask[3], w, before, read, VECTOR))
+            if CAUSAL:
+                narrow = _hide(narrow, hidden, w - w // VECTOR * VECTOR, _last(w, before, i0, n, n0, VECTOR))
         else:
             narrow = tl.load(row_x + w * strides_x[3], mask=read, other=0.0 if SCALED else float("-inf"))
-        s = _widen(narrow, read, scale, SCALED, CAUSAL)
+        s = _widen(narrow, read, scale, SCALED, MASKED or CAUSAL)
     else:
         s = _scores(row_x, row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], w, keep, before, i0, exists, scale, n, n0,
                     SCALED, MASKED, BIASED, CAUSAL, VECTOR)
@@ -188,7 +219,7 @@ def _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, sc
     if EDGES:
         m = tl.maximum(m, tl.max(s_ends, axis=0))
     if NARROW:
-        s = _widen(narrow, read, scale, SCALED, CAUSAL)
+        s = _widen(narrow, read, scale, SCALED, MASKED or CAUSAL)
     l = tl.sum(_exp(s - _shift(m, WANTED)[:, None]), axis=1)
     if EDGES:
         l += tl.sum(_exp(s_ends - only(_shift(m, WANTED))), axis=0)
@@ -210,12 +241,12 @@ def _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, sc
     else:
         if EDGES and PARTS > 1 and NARROW:  # 50257 columns in 72 registers: 8 bytes are spilled, not 24
             part, tile = again(part), again(tile)
-            i2, i1, i0, exists = locate(tile, n0, n1, groups, tiles_a_group, FLAT, PACKED, BLOCK_M)
+            i2, i1, i0, exists = locate(tile, n0, n1, groups, tiles_a_group, FLAT, PACKED, BLOCK_M, SHARED)
             before = lead(strides_x, i2, i1, i0, VECTOR, EDGES)
             w, keep = columns(part, span, before, n, BLOCK_N, WIDE, VECTOR, EDGES, True)
         row_y = begin(y, strides_y, i2, i1, i0, VECTOR)
         if NARROW:
-            s = _widen(narrow, read, scale, SCALED, CAUSAL)
+            s = _widen(narrow, read, scale, SCALED, MASKED or CAUSAL)
         tl.store(row_y + w * strides_y[3], _normalise(s, shift[:, None], l[:, None], WANTED, MASKED or CAUSAL), mask=exists[:, None] & keep)
         if BLOCKS > 1:  # 0 or −∞, and NaN in rows that have one
             rest = _normalise(tl.full([BLOCK_M, 1], float("-inf"), tl.float32), shift[:, None], l[:, None], WANTED, True)
@@ -231,26 +262,31 @@ def _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, sc
 
 
 @triton.jit
-def _resident(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, scale, n, n0, n1, groups, tiles_a_group, span,
+def _resident(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, scale, n, n0, n1, groups, tiles_a_group, tiles, span,
               FLAT: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
               MASK_VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, WANTED: tl.constexpr,
               SCALED: tl.constexpr, MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr, NARROW: tl.constexpr,
-              HALVES: tl.constexpr):
+              HALVES: tl.constexpr, TURNS: tl.constexpr, SHARED: tl.constexpr):
     """A tile of whole rows, or one of PARTS parts of a row, `span` elements each; read once and written once.
 
-    NARROW: elements of 16 bits wait as such, and are widened for each use. HALVES: a row of a triangle that sees no more than half of its
-    tile works on that half; so it issues as many instructions less as it moves fewer bytes.
+    NARROW: elements of 16 bits wait as such, and are widened for each use. HALVES: rows of a triangle that see no more than half of their
+    tile work on that half; so they issue as many instructions less as they move fewer bytes. TURNS: they are begun by turns with those
+    that see more, from both ends of the grid: in order, an SM would all but write for a while. SHARED: all groups' rows of one i₀ follow
+    each other.
     """
     part, tile, mail = enter(tl.program_id(0), PARTS)
-    i2, i1, i0, exists = locate(tile, n0, n1, groups, tiles_a_group, FLAT, PACKED, BLOCK_M)
-    if CAUSAL and HALVES and (tile if FLAT else tile % tiles_a_group) + (n - n0) < BLOCK_N // 2:
+    if HALVES and TURNS:
+        tile = tl.where(tile % 2 == 0, tile // 2, tiles - 1 - tile // 2)
+    i2, i1, i0, exists = locate(tile, n0, n1, groups, tiles_a_group, FLAT, PACKED, BLOCK_M, SHARED)
+    first = (tile if FLAT else tile // groups if SHARED else tile % tiles_a_group) * BLOCK_M
+    if HALVES and first + (BLOCK_M - 1) + (n - n0) < BLOCK_N // 2:
         _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, scale, n, n0, n1, groups, tiles_a_group, span, part, tile,
               mail, i2, i1, i0, exists, FLAT, PACKED, WIDE, VECTOR, EDGES, MASK_VECTOR, BLOCK_M, BLOCK_N // 2, 2, PARTS, WANTED, SCALED,
-              MASKED, BIASED, CAUSAL, NARROW)
+              MASKED, BIASED, CAUSAL, NARROW, SHARED)
     else:
         _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, scale, n, n0, n1, groups, tiles_a_group, span, part, tile,
               mail, i2, i1, i0, exists, FLAT, PACKED, WIDE, VECTOR, EDGES, MASK_VECTOR, BLOCK_M, BLOCK_N, 1, PARTS, WANTED, SCALED, MASKED,
-              BIASED, CAUSAL, NARROW)
+              BIASED, CAUSAL, NARROW, SHARED)
 
 
 @triton.jit
