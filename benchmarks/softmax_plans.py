@@ -3,8 +3,9 @@
     python benchmarks/softmax_plans.py --widths 512 4096 --passes forward --json plans.json
     python benchmarks/softmax_plans.py --widths 151936 --clusters 16384,4,120 8192,4,72
 
-Without `--tiles` and `--clusters` the candidates are the present plan and its neighbours: half and twice the rows and warps, rows that wait
-in 16 bits, clusters. Rates are of compulsory bytes, as in benchmarks/softmax.py, which measures what the library does with the winner.
+Those of `--tiles` and `--clusters` are tried where they hold the row. Without them the candidates are the present plan and its
+neighbours: half and twice the rows and warps, rows that wait in 16 bits, clusters. Rates are of compulsory bytes, as in
+benchmarks/softmax.py, which measures what the library does with the winner.
 """
 import argparse
 import json
@@ -143,8 +144,9 @@ def main() -> None:
         for backward in (what == "backward" for what in options.passes):
             jobs[n, backward] = neighbours(n, backward, dtype)
             if tiles or clusters:
-                jobs[n, backward][1:] = [Plan(True, *one, registers=most or None, narrow=waits > 0) for *one, most, waits in tiles]
-                jobs[n, backward] += [cluster(n, *one, dtype.itemsize == 2) for one in clusters]
+                jobs[n, backward][1:] = [Plan(True, *one, registers=most or None, narrow=waits > 0) for *one, most, waits in tiles
+                                         if one[1] == 1 << (n - 1).bit_length()]
+                jobs[n, backward] += [cluster(n, *one, dtype.itemsize == 2) for one in clusters if one[0] < n <= 16 * one[0]]
     with ProcessPoolExecutor(options.workers, get_context("spawn")) as pool:
         waiting = {(n, backward, one): pool.submit(compile_one, one, (options.elements // n, n), dtype, backward)
                    for (n, backward), candidates in jobs.items() for one in candidates}
