@@ -42,7 +42,8 @@ def check(x, k, dim=-1, **arguments):
 
 @BACKENDS
 @DTYPES
-@pytest.mark.parametrize(("shape", "k"), [((5, 1), 1), ((40, 8), 2), ((6, 100), 5), ((2, 1024), 4), ((2, 1025), 3), ((2, 9001), 8)])
+@pytest.mark.parametrize(("shape", "k"), [((5, 1), 1), ((40, 8), 2), ((6, 100), 5), ((2, 1024), 4), ((2, 1025), 3), ((2, 3000), 13),
+                                          ((2, 9001), 8)])
 def test_values_and_places(backend, dtype, shape, k):
     check(data(*shape, dtype=dtype), k, backend=backend)
     check(data(*shape, dtype=dtype), k, backend=backend, renormalize=True, dtype=torch.float32)
@@ -77,9 +78,11 @@ def test_many(dtype, k):
     check(x, k, backend="triton")
 
 
-def test_many_of_a_row_with_nan_are_places_of_it():
-    x = data(2, 2000)
-    x[0, 5], x[1] = NAN, -INF
+@DTYPES
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")  # by the interpreter
+def test_many_of_a_row_with_nan_are_places_of_it(dtype):
+    x = data(3, 2000, dtype=dtype)
+    x[0, 5], x[1], x[2] = NAN, -INF, NAN
     values, indices = softmax_topk(x, 17, backend="triton")
     assert values.isnan().all()
     assert ((indices >= 0) & (indices < 2000)).all()
@@ -93,12 +96,12 @@ def test_parts_and_chunks_hold_the_row_and_leave_little_empty(rows, runs, most):
     vectors, chunks = topk.chunks_of(runs, most)
     assert vectors <= most
     assert runs <= vectors * chunks <= 1.15 * runs + 1
-    parts = topk.parts_of(rows, chunks, 132 * topk.PROGRAMS_PER_SM)
+    parts = topk.parts_of(rows, chunks, 16, 132 * 8)
     each = -(-chunks // parts)
-    assert each <= topk.CHUNKS
+    assert each <= 16
     assert (parts - 1) * each < chunks <= parts * each
-    assert rows * parts >= min(rows * chunks, 0.5 * 132 * topk.PROGRAMS_PER_SM)
-    assert rows < 5000 or parts == -(-chunks // topk.CHUNKS)
+    assert rows * parts >= min(rows * chunks, 0.5 * 132 * 8)
+    assert rows < 5000 or parts == -(-chunks // 16)
 
 
 def test_a_row_may_end_in_the_last_but_one_chunk():
@@ -106,6 +109,23 @@ def test_a_row_may_end_in_the_last_but_one_chunk():
     x = data(2, 172_027, dtype=torch.bfloat16)
     x[1, :8] = 100.0  # what follows the first row
     check(x, 3, backend="triton")
+
+
+@pytest.mark.parametrize(("n", "k"), [(9000, 8), (9001, 5), (50_257, 8)])
+def test_many_rows_of_16_bits_are_read_by_two_warps(n, k):
+    rows = 8 * torch.cuda.get_device_properties(0).multi_processor_count + 1 if DEVICE == "cuda" else 9
+    x = data(rows, n, dtype=torch.bfloat16)
+    forget()
+    check(x, k, backend="triton")
+    launch_, = launch._LAUNCHES.values()
+    assert dict(zip(launch_[0].kernel.arg_names[4:], launch_[0].rest, strict=True))["WARPS"] == 2
+
+
+def test_a_group_may_reach_beyond_its_part():
+    """26 chunks of 8192 elements are two parts of 13 here, and groups of two chunks: the last of a part has one."""
+    x = data(1, 212_000, dtype=torch.bfloat16)
+    x[0, 12 * 8192:14 * 8192] += 50.0
+    check(x, 8, backend="triton")
 
 
 def test_distances_beyond_32_bits_are_counted_in_64():

@@ -1,8 +1,9 @@
 """The k largest of each row and log Σ exp of it, from one read: log Σ exp is online (Milakov & Gimelshein, arXiv 1805.02867, Alg. 4), and
 sorting sees only a few elements of a row.
 
-    part     a program reads a row, or a part of one, by chunks. Each thread keeps an (m, l) of its own and, of every chunk, the largest of
-             its elements: these are a *group*. The k groups with the largest maxima hold the k largest elements; they are read again
+    part     a program reads a row, or a part of one, by chunks. Each thread keeps an (m, l) of its own and, of every chunk or of two
+             or three, the largest of its elements: these are a *group*. The k groups with the largest maxima hold the k largest elements;
+             they are read again
     merge    where rows are cut in parts: the k largest of what the parts found
 
 Rows of up to 1024 elements are sorted whole, several by one program. A *key* is an integer in the order of the values, with the place
@@ -20,9 +21,10 @@ from onchip.softmax.triton.rows import fold
 from onchip.softmax.triton.topk_keys import MAXIMA
 
 WHOLE = 1024  # elements of the longest row that is sorted at once
-WARPS = 4
-CHUNKS = 16  # of a program at most: a register each
-PROGRAMS_PER_SM, MANY_PER_SM = 8, 5  # by 64 registers a thread, and by the 96 that more than MAXIMA are allowed (their 64 · 64 candidates)
+FEW = 8  # up to so many, and of 16 bits, are sought by two warps, where these are enough: selections then cost half as much
+TWO_WARPS = 2**16  # elements of the longest row that two warps read: 8 groups of 16 runs a thread
+VECTORS = 8  # runs that a thread reads at once, at most; in float32 half as many
+REGISTERS_PER_SM = 2**16
 
 
 def topk(x: Tensor, k: int, dim: int, renormalise: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,13 +59,13 @@ def chunks_of(runs: int, most: int) -> tuple[int, int]:
                default=(runs, 1))
 
 
-def parts_of(rows: int, chunks: int, programs: int) -> int:
-    """Parts that rows of so many chunks are cut in: as few as registers hold the maxima of, and as leave no SM idle for long,
-    where `programs` run at once.
+def parts_of(rows: int, chunks: int, most: int, programs: int) -> int:
+    """Parts that rows of so many chunks are cut in: as few as have at most `most` each, and as leave no SM idle for long, where `programs`
+    run at once.
 
     A last round of few programs takes as long as a full one. Where there are many rounds it hardly matters; else a merge is cheaper.
     """
-    parts = triton.cdiv(chunks, CHUNKS)
+    parts = triton.cdiv(chunks, most)
     while parts < chunks:
         rounds = rows * parts / programs
         if rounds >= 4 or 0.5 <= rounds <= 1 or (rounds > 1 and rounds % 1 >= 0.3):
@@ -79,29 +81,33 @@ def _launches(x: Tensor, k: int, dim: int, renormalise: bool) -> tuple[Any, ...]
         return None
     narrow = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[x.dtype]
     width, most = max(2, triton.next_power_of_2(rows.n)), max(2, triton.next_power_of_2(k))  # a sort leaves no tensor of one
-    sorting = {"k": k, "K": most, "NARROW": narrow, "LEAST": -(2**63) if narrow == "fp32" else -(2**31),
-               "RENORMALISE": renormalise}
+    sorting = {"k": k, "K": most, "NARROW": narrow, "RENORMALISE": renormalise}
     place = {"strides_x": rows.strides["x"], "n": rows.n, "n0": rows.n0, "n1": rows.n1, "groups": rows.groups, "tiles_a_group": 1}
     if rows.n <= WHOLE:
         block_m = WHOLE // width
         return (Launch(kernels.whole, triton.cdiv(rows.count, block_m), 4, {**place, **sorting, "BLOCK_M": block_m, "BLOCK_N": width},
                        {"num_warps": 4}),)
-    run = 32 * WARPS * kernels.RUN.value
-    window = rows.n + (rows.vector - 1) * rows.edges
-    vectors, chunks = chunks_of(triton.cdiv(window, run), 4 if narrow == "fp32" else 8)
+    wide, few = narrow == "fp32", most <= MAXIMA.value
     on_card = x.device.type in ("cuda", "meta") and torch.cuda.is_available()  # `onchip inspect` makes launches for meta tensors
-    card = torch.cuda.get_device_properties(x.device if x.device.type == "cuda" else None) if on_card else None
-    per_sm = MANY_PER_SM if most > MAXIMA.value else PROGRAMS_PER_SM
-    parts = parts_of(rows.count, chunks, per_sm * (card.multi_processor_count if card else 1))
+    sms = torch.cuda.get_device_properties(x.device if x.device.type == "cuda" else None).multi_processor_count if on_card else 1
+    window = rows.n + (rows.vector - 1) * rows.edges
+    warps = 2 if most <= FEW and not wide and window <= TWO_WARPS and rows.count > 8 * sms else 4
+    run = 32 * warps * kernels.RUN.value
+    vectors, chunks = chunks_of(triton.cdiv(window, run), VECTORS // 2 if wide else VECTORS)
+    groups, runs = (8, 16) if few else (16, 8)  # of a thread, and of a group, at most: a register each, and candidates for each of k
+    registers = 96 if not few else 64 if wide or vectors > 5 or most > FEW else 48  # which suffice: nothing is spilled
+    parts = parts_of(rows.count, chunks, groups * (runs // vectors), REGISTERS_PER_SM // (32 * warps * registers) * sms)
     a_part = triton.cdiv(chunks, parts)
+    group = vectors * triton.cdiv(a_part, groups)
     reach = (window + run * vectors) * max(1, rows.strides["x"][3])
     named = {**place, **sorting, "parts": parts, "chunks": chunks, "a_part": a_part, "VECTOR": rows.vector, "EDGES": rows.edges,
-             "WIDE": reach >= 2**31, "WARPS": WARPS, "VECTORS": vectors, "CHUNKS": triton.next_power_of_2(a_part),
-             "Q": max(triton.next_power_of_2(vectors) * kernels.RUN.value, 32 * WARPS // most), "ALONE": parts == 1}
-    options = {"num_warps": WARPS} | ({"maxnreg": 96} if most > MAXIMA.value and card else {})
+             "WIDE": reach >= 2**31, "FLAT": rows.groups == 1, "WARPS": warps, "VECTORS": vectors, "GROUP": group,
+             "GROUPS": max(triton.next_power_of_2(triton.cdiv(a_part * vectors, group)), most // 32),
+             "Q": max(triton.next_power_of_2(group) * kernels.RUN.value, 32 * warps // most), "ALONE": parts == 1}
+    options = {"num_warps": warps} | ({"maxnreg": registers} if on_card else {})
     part = Launch(kernels.part, rows.count * parts, 4, named, options)
     if parts == 1:
         return (part,)
-    candidates = max(32 * WARPS, triton.next_power_of_2(parts * k))
+    candidates = max(warps * max(32, most), triton.next_power_of_2(parts * k))
     return part, Launch(kernels.merge, rows.count, 6, {**named, "PARTS": triton.next_power_of_2(parts), "CANDIDATES": candidates},
-                        {"num_warps": WARPS})
+                        {"num_warps": warps})
