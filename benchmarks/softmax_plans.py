@@ -1,7 +1,7 @@
 """Which tile serves which row: candidates beside those of `onchip.softmax.triton.plan`, each checked, all timed call by call in turn.
 
     python benchmarks/softmax_plans.py --widths 512 4096 --passes forward --json plans.json
-    python benchmarks/softmax_plans.py --widths 151936 --clusters 16384,4,120 8192,4,72
+    python benchmarks/softmax_plans.py --widths 151936 --clusters 1024,10,4,64 1024,16,4,120
 
 Those of `--tiles` and `--clusters` are tried where they hold the row. Without them the candidates are the present plan and its
 neighbours: half and twice the rows and warps, rows that wait in 16 bits, clusters. Rates are of compulsory bytes, as in
@@ -44,7 +44,8 @@ def neighbours(n: int, backward: bool, dtype: torch.dtype) -> list[Plan]:
     """Tiles worth a try for rows of n elements, the present one first."""
     waits, width = dtype.itemsize == 2, 1 << (n - 1).bit_length()
     present = plan.choose(n, False, forward=not backward, narrow=waits)
-    found = [present] if present.resident else []
+    beyond = n > plan.CLUSTERS_BEYOND[waits, backward] and plan.choose_cluster(n, backward, waits)
+    found = [beyond] if beyond else [present] if present.resident else []
     if width <= 32768:
         least = present.block_m if width < plan.SHORT_TILE else 1
         for block_m in [least * k // 2 for k in (1, 2, 4, 8, 16)] if n == width <= 4096 else [1]:
@@ -54,14 +55,20 @@ def neighbours(n: int, backward: bool, dtype: torch.dtype) -> list[Plan]:
                     found += [Plan(True, block_m, width, warps)] * (each <= 64)
                     found += [Plan(True, block_m, width, warps, narrow=True)] * (waits and each >= 16)
     if n > 8192:
-        fit = [(block, warps, registers) for table in plan.CLUSTERS.values() for _, (block, warps, registers) in table]
-        found += [cluster(n, *one, waits) for one in dict.fromkeys(fit) if one[0] < n <= 16 * one[0]]
+        found += [cluster(n, waits, *one) for table in plan.CLUSTERS.values() for _, one in table if held(n, *one)]
     return list(dict.fromkeys(found))
 
 
-def cluster(n: int, block: int, warps: int, registers: int, waits: bool) -> Plan:
-    """Rows of n elements in blocks of `block`."""
-    return Plan(True, 1, block, warps, registers=registers or None, narrow=waits, parts=-(-n // block))
+def held(n: int, piece: int, most: int, *_: int) -> bool:
+    """Do 2 to 16 thread blocks hold rows of n elements?"""
+    return piece * most < n <= 16 * piece * most
+
+
+def cluster(n: int, waits: bool, piece: int, most: int, warps: int, registers: int, kept: int = 0) -> Plan:
+    """Rows of n elements on as few blocks of `most` pieces as hold them."""
+    parts = -(-n // (piece * most))
+    pieces = -(-n // (parts * piece))
+    return Plan(True, 1, piece, warps, registers=registers or None, narrow=waits, parts=parts, pieces=pieces, kept=kept or None)
 
 
 def made(wanted: Plan, tensors: tuple[torch.Tensor, ...]) -> Callable[..., None]:
@@ -117,8 +124,12 @@ def measure(n: int, candidates: list[Plan], dtype: torch.dtype, backward: bool, 
 def shown(found: dict) -> str:
     """One line of the table."""
     p = found["plan"]
-    what = p if isinstance(p, str) else (f"{p['parts']} × {p['block_n']}" if p["parts"] > 1 else f"{p['block_m']} × {p['block_n']}") + (
-        f", {p['warps']} warps{', 16 bits' * p['narrow']}{', ' + str(p['registers']) + ' registers' if p['registers'] else ''}")
+    if isinstance(p, str):
+        what = p
+    else:
+        tile = [p["parts"], p["pieces"], p["block_n"]] if p["parts"] > 1 else [p["block_m"], p["block_n"]]
+        what = f"{' × '.join(map(str, tile))}, {p['warps']} warps" + ", 16 bits" * p["narrow"]
+        what += "".join(f", {p[name]} {name}" for name in ("registers", "kept") if p[name])
     return f"  {found['tb_per_s']:.3f} TB/s {found['us']:8.2f} µs  {what}{found.get('note', '')}"
 
 
@@ -129,7 +140,7 @@ def main() -> None:
     parser.add_argument("--passes", nargs="+", choices=("forward", "backward"), default=("forward", "backward"))
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--tiles", nargs="+", metavar="M,N,WARPS,REGISTERS,WAITS", help="tiles to try; 0 registers: no limit")
-    parser.add_argument("--clusters", nargs="+", metavar="N,WARPS,REGISTERS", help="blocks of clusters to try")
+    parser.add_argument("--clusters", nargs="+", metavar="PIECE,MOST,WARPS,REGISTERS[,KEPT]", help="blocks of clusters to try")
     parser.add_argument("--elements", type=int, default=2**27)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--workers", type=int, default=14, help="processes that compile")
@@ -146,7 +157,7 @@ def main() -> None:
             if tiles or clusters:
                 jobs[n, backward][1:] = [Plan(True, *one, registers=most or None, narrow=waits > 0) for *one, most, waits in tiles
                                          if one[1] == 1 << (n - 1).bit_length()]
-                jobs[n, backward] += [cluster(n, *one, dtype.itemsize == 2) for one in clusters if one[0] < n <= 16 * one[0]]
+                jobs[n, backward] += [cluster(n, dtype.itemsize == 2, *one) for one in clusters if held(n, *one)]
     with ProcessPoolExecutor(options.workers, get_context("spawn")) as pool:
         waiting = {(n, backward, one): pool.submit(compile_one, one, (options.elements // n, n), dtype, backward)
                    for (n, backward), candidates in jobs.items() for one in candidates}

@@ -40,5 +40,5 @@ def test_neighbours_hold_the_row(plans, n, dtype):
     for backward in (False, True):
         found = plans.neighbours(n, backward, dtype)
         assert len(found) == len(set(found)) > 1
-        assert all(one.block_n * one.parts >= n and one.parts <= 16 and one.warps <= 32 for one in found)
+        assert all(one.block_n * one.pieces * one.parts >= n and one.parts <= 16 and one.warps <= 32 for one in found)
         assert all(dtype == torch.bfloat16 for one in found if one.narrow)

@@ -13,8 +13,8 @@ def data(*shape, dtype=torch.float32, seed=0):
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3).to(DEVICE, dtype)
 
 
-def cluster(parts, block=256, narrow=False):
-    return plan.Plan(True, 1, block, 4, parts=parts, narrow=narrow)
+def cluster(parts, block=256, narrow=False, pieces=1, kept=None):
+    return plan.Plan(True, 1, block, 4, parts=parts, narrow=narrow, pieces=pieces, kept=kept)
 
 
 @BOTH
@@ -49,6 +49,18 @@ def test_rows_of_16_bits(force, parts, n, dtype):
     agree(x, dim=-1)
 
 
+@pytest.mark.parametrize(("parts", "n", "dtype", "kept"), [
+    (1, 300, torch.float32, None), (1, 301, torch.float16, 1), (1, 384, torch.bfloat16, 2), (2, 600, torch.float32, 1),
+    (2, 601, torch.float32, None), (2, 700, torch.bfloat16, None), (2, 701, torch.float16, 1)])
+def test_parts_of_several_pieces(force, parts, n, dtype, kept):
+    """Of which the last is ragged or empty; of dy all are kept or some. One part alone has its own sums under the interpreter too."""
+    force(cluster(parts, block=128, narrow=dtype != torch.float32, pieces=3, kept=kept))
+    x = data(1, 3, n, dtype=dtype)
+    x[:, :, -40:] += 20  # the largest in the last piece
+    agree(x)
+    agree(x, log=True, scale=-0.5, causal=True)
+
+
 @pytest.mark.parametrize("offset", [-200.0, 200.0])
 def test_a_part_that_is_hidden_altogether_has_no_say(force, offset):
     """Its m is −∞ and its l 0: exp(0 − m) of the others would be infinite, and 0 · ∞ no number."""
@@ -72,14 +84,24 @@ def test_what_is_special_reaches_all_parts_of_its_row_and_no_other(force, poison
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("narrow", [False, True])
 def test_a_cluster_holds_the_row_in_parts_of_whole_lines(narrow, backward):
-    widest = 131_072 if backward and not narrow else 262_144
-    for n in (32_769, 33_000, 50_257, 65_536, 100_000, 128_256, 131_072, 151_936, 262_144, 262_145):
+    for n in (32_769, 33_000, 50_257, 65_536, 100_000, 128_256, 131_072, 151_936, 163_840, 163_841, 262_144):
         chosen = plan.choose_cluster(n, backward, narrow)
-        if n > widest:
-            assert chosen is None
-            continue
         span = chosen.span(n)
         assert span % 64 == 0
-        assert (chosen.parts - 1) * span < n <= chosen.parts * span <= chosen.parts * chosen.block_n
+        assert (chosen.parts - 1) * span < n <= chosen.parts * span <= chosen.parts * chosen.pieces * chosen.block_n
+        assert span > (chosen.pieces - 1) * chosen.block_n  # no piece is empty in all blocks
         assert 1 < chosen.parts <= 16
         assert chosen.narrow is narrow
+        assert chosen.block_n * (2 if narrow else 4) == 32 * chosen.warps * 16  # bytes: a vector a thread
+    assert plan.choose_cluster(262_145, backward, narrow) is None
+
+
+@pytest.mark.parametrize("n", [33_000, 50_257, 65_536, 131_072, 151_936, 262_144])
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_enough_of_a_row_waits_on_an_sm(narrow, backward, n):
+    """100 KB of what is read, on a card of six clusters of 16 SMs and two of 18, from blocks that share their registers."""
+    chosen = plan.choose_cluster(n, backward, narrow)
+    blocks = 65_536 // (32 * chosen.warps * chosen.registers)
+    rows = 6 * (16 * blocks // chosen.parts) + 2 * (18 * blocks // chosen.parts)
+    assert rows * n * (2 if narrow else 4) * (1 + backward) >= 132 * 100_000

@@ -37,7 +37,7 @@ def mutate(monkeypatch, tmp_path):
 
 
 MUTANTS = {
-    "no maximum": ("tile_forward", "m = tl.max(s, axis=1)", "m = tl.max(s, axis=1) * 0.0", {"size": 40}),
+    "no maximum": ("tile_forward", "m = tl.max(largest, axis=1)", "m = tl.max(largest, axis=1) * 0.0", {"size": 40}),
     "no guard for a row of −∞": ("tile_forward", "m = tl.where(m == float(\"-inf\"), 0.0, m)", "m = m", {"mask": "empty"}),
     "no value for an empty row": ("tile_forward", "l = tl.where(l == 0.0, 1.0, l)", "l = l", {"mask": "empty"}),
     "no scale": ("tile_forward", "s *= scale", "s = s", {"scale": 0.5}),

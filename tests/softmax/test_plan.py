@@ -145,11 +145,11 @@ def test_parts_compile_for_hopper_as_the_plan_says():
 
 
 def test_clusters_compile_for_hopper_without_spills():
-    cases = [[65_536, "bfloat16"], [50_257, "bfloat16"], [262_144, "bfloat16"], [131_072, "float32"]]
+    cases = [[50_257, "bfloat16"], [151_936, "bfloat16"], [262_144, "float16"], [262_144, "float32"]]
     kernels = fresh.call(compile_parts.main, cases)
     assert len(kernels) == 2 * len(cases)
     for kernel in kernels:
-        assert kernel["spills"] <= 8, kernel  # bytes, of rows with edges in the 72 registers that let seven blocks share an SM
+        assert kernel["spills"] <= 8, kernel  # bytes, stored and loaded
         assert kernel["wide"] > 0, kernel
         assert kernel["parts"] > 1, kernel
         assert kernel["cluster_waits"] == kernel["sends"] == 1, kernel

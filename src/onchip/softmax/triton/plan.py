@@ -21,11 +21,13 @@ class Plan:
     programs_per_sm: int = 0  # streamed only
     registers: int | None = None  # at most, a thread: that programs share an SM
     narrow: bool = False  # the row waits in the 16 bits it came in, and is widened for each use
-    parts: int = 1  # thread blocks of a cluster that share the row, which then is longer than `block_n`
+    parts: int = 1  # thread blocks of a cluster that share the row
+    pieces: int = 1  # of `block_n` columns, that one of them holds
+    kept: int | None = None  # pieces of dy that wait in registers, if not all
 
     def span(self, n: int) -> int:
         """Elements of a part: whole lines of memory."""
-        return min(self.block_n, -(-n // (self.parts * SPAN)) * SPAN)
+        return min(self.block_n * self.pieces, -(-n // (self.parts * SPAN)) * SPAN)
 
 
 SPAN = 64  # elements: 128 bytes and more
@@ -85,25 +87,29 @@ def choose(n: int, across: bool, edges: bool = False, forward: bool = True, narr
     return Plan(True, 1, width, warps, registers=TRIANGLE_REGISTERS.get(width) if triangle and not (edges and masked) else None)
 
 
-# Longer rows on clusters. By (elements wait in 16 bits, backward): up to which length, and columns, warps and registers of a thread block.
-# What counts is bytes on an SM that wait for memory (112 to 160 KB) in the fewest warps that keep it busy (16). TB/s, copy 4.1 to 4.2:
-#   forward bf16 32001 4.07 (3.96 by one program), 50257 3.91, 65536 4.08, 131072 4.08, 151936 3.76, 262144 3.97 (eight warps: 3.70)
-#   forward fp32 131072 4.16, 262144 3.95 (in parts 3.87)
-#   backward bf16 16384 4.32 (4.10), 32001 4.29 (4.08), 50257 4.25 (3.18 in parts), 131072 4.22, 262144 4.06 (3.95); fp32 32768 4.35 (4.07)
+# Longer rows on clusters. By (elements wait in 16 bits, backward): up to which length, columns of a piece, pieces of a thread block at
+# most, warps and registers. A piece is a vector a thread. What counts is bytes of rows that wait on an SM, here 115 to 250 KB ("Rows on
+# clusters" in docs/notes/softmax.md works them out), in warps enough to keep it busy (16).
 CLUSTERS = {
-    (True, False): ((131072, (8192, 4, 72)), (262144, (16384, 4, 120))),
-    (False, False): ((131072, (8192, 8, 64)), (262144, (16384, 8, 96))),
-    (True, True): ((131072, (8192, 4, 112)), (262144, (16384, 8, 112))),
-    (False, True): ((131072, (8192, 4, 160)),),
+    (True, False): ((131072, (1024, 8, 4, 56)), (163840, (1024, 10, 4, 64)), (262144, (1024, 16, 4, 96))),
+    (False, False): ((131072, (1024, 8, 8, 64)), (262144, (1024, 16, 8, 80))),
+    (True, True): ((131072, (1024, 8, 4, 96)), (262144, (2048, 8, 8, 80))),
+    (False, True): ((131072, (512, 16, 4, 160)), (262144, (1024, 16, 8, 128))),
 }
 CLUSTERS_BEYOND = {(True, False): 16384, (False, False): 16384, (True, True): 8192, (False, True): 16384}  # else a program is as good
+# Pieces of dy that wait in registers where not all do. In float32 16 pieces of y and dy are half of an SM's registers, so that no second
+# block could begin. The other 6, 48 KB of two blocks, are read again, out of the L1, past which all else is read.
+KEPT = {(1024, 16, 8, 128): 10}
 
 
 def choose_cluster(n: int, backward: bool, narrow: bool) -> Plan | None:
     """The cluster for rows of `n` elements; None where its registers do not hold them."""
-    for width, (block, warps, registers) in CLUSTERS[narrow, backward]:
+    for width, blocks in CLUSTERS[narrow, backward]:
         if n <= width:
-            return Plan(True, 1, block, warps, registers=registers, narrow=narrow, parts=-(-n // block))
+            piece, most, warps, registers = blocks
+            parts = -(-n // (piece * most))
+            pieces = -(-n // (parts * piece))
+            return Plan(True, 1, piece, warps, registers=registers, narrow=narrow, parts=parts, pieces=pieces, kept=KEPT.get(blocks))
     return None
 
 

@@ -84,11 +84,12 @@ class Rows:
     def arguments(self) -> dict[str, Any]:
         """What every tile kernel is told of its rows and tiles."""
         plan = self.plan
-        reach = (self.n + plan.block_n + 2 * self.vector * self.edges) * max(1, *(s[3] for s in self.strides.values()))
+        reach = (self.n + plan.block_n * plan.pieces + 2 * self.vector * self.edges) * max(1, *(s[3] for s in self.strides.values()))
         shape = {"n": self.n, "n0": self.n0, "n1": self.n1, "groups": self.groups, "tiles_a_group": self.tiles_a_group,
                  "tiles": self.tiles, "blocks": triton.cdiv(self.n, plan.block_n), "span": plan.span(self.n)}
         constants = {"FLAT": self.groups == 1, "PACKED": self.packed, "WIDE": reach > INT32_MAX, "VECTOR": self.vector, "EDGES": self.edges,
-                     "MASK_VECTOR": self.mask_vector, "BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "PARTS": plan.parts}
+                     "MASK_VECTOR": self.mask_vector, "BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "PARTS": plan.parts,
+                     "PIECES": plan.pieces, "KEPT": plan.pieces if plan.kept is None else plan.kept}
         return shape | constants | {f"strides_{name}": steps for name, steps in self.strides.items()}
 
 
@@ -180,24 +181,30 @@ def lead(strides, i2, i1, i0, VECTOR: tl.constexpr, EDGES: tl.constexpr):
 
 @triton.jit
 def columns(block, step, lead, n, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
-            CUT: tl.constexpr = False):
+            CUT: tl.constexpr = False, PIECE: tl.constexpr = 0):
     """Indices w of a block of whole vectors, in 64 bits where they or their distances need it, and which of them are the row's.
 
-    Blocks begin `step` elements after each other; CUT: a block ends where the next one begins.
+    Blocks begin `step` elements after each other; CUT: a block ends where the next one begins. A block is one piece of BLOCK_N elements or
+    more, and `keep` is of the PIECE-th, w of the first: `ahead` has the way from there.
     """
     if WIDE:
         block = tl.cast(block, tl.int64)
     first = block * (step // VECTOR * VECTOR)
-    w = first + tl.arange(0, BLOCK_N)[None, :]
+    w, stop = first + tl.arange(0, BLOCK_N)[None, :], n
     if EDGES:
         w += VECTOR
         first += VECTOR
-        keep = w // VECTOR * VECTOR + VECTOR <= lead + n
-    else:
-        keep = w // VECTOR * VECTOR < n
+        stop = lead + n - (VECTOR - 1)
     if CUT:
-        keep &= w // VECTOR * VECTOR < first + step
+        stop = tl.minimum(stop, first + step)
+    keep = w // VECTOR * VECTOR < stop - PIECE * BLOCK_N
     return w, keep
+
+
+@triton.jit
+def ahead(row, piece, step, BLOCK_N: tl.constexpr):
+    """`row` + so many pieces: a constant in 64 bits, which instructions hold. Added to w, in 32, it would take sums for each access."""
+    return row + tl.cast(piece * BLOCK_N, tl.int64) * step
 
 
 @triton.jit
@@ -225,19 +232,27 @@ def start(strides, i2, i1, i0, VECTOR: tl.constexpr):
     return only((i2 * strides[0] + i1 * strides[1] + i0 * strides[2]) // VECTOR * VECTOR)
 
 
-@triton.jit
-def anew(x):
-    """x, elements of 16 bits, behind a move that hides whether they have been widened before: else the compiler would keep what it got
-    then, in twice the registers."""
-    if INTERPRETED:
-        return x
-    bits = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x.to(tl.int16, bitcast=True)], dtype=tl.int16, is_pure=False, pack=2)
-    return bits.to(x.dtype, bitcast=True)
+# Two elements of 16 bits in float32, by instructions that the compiler cannot tell to do the same.
+BF16 = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;")
+BF16_AGAIN = tl.constexpr("prmt.b32 $0, $2, 0, 0x1044; prmt.b32 $1, $2, 0, 0x3244;")
+FP16 = tl.constexpr("{.reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high;}")
+FP16_AGAIN = tl.constexpr("""{
+    .reg .b16 low, high;
+    .reg .b32 turned;
+    prmt.b32 turned, $2, 0, 0x1032;
+    mov.b32 {high, low}, turned;
+    cvt.f32.f16 $0, low;
+    cvt.f32.f16 $1, high;
+}""")
 
 
 @triton.jit
-def again(a):
-    """`a`, a scalar, behind such a move: what is worked out from it need not be kept in registers from before."""
-    if INTERPRETED:
-        return a
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [a], dtype=tl.int32, is_pure=False, pack=1)
+def widen(x, AGAIN: tl.constexpr):
+    """x in float32. AGAIN: elements of 16 bits that have been widened before are so anew: else the compiler would keep what it got then, in
+    twice the registers. Two of bf16 take two instructions; the compiler's own way takes three."""
+    if INTERPRETED or x.dtype == tl.float32:
+        wide = x.to(tl.float32)
+    else:
+        HOW: tl.constexpr = (FP16_AGAIN if AGAIN else FP16) if x.dtype == tl.float16 else (BF16_AGAIN if AGAIN else BF16)
+        wide = tl.inline_asm_elementwise(HOW, "=&f,=&f,r", [x.to(tl.int16, bitcast=True)], dtype=tl.float32, is_pure=True, pack=2)
+    return wide

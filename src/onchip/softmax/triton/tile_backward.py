@@ -3,22 +3,22 @@ import triton
 import triton.language as tl
 
 from onchip.softmax.triton.cluster import INTERPRETED, enter, exchange
-from onchip.softmax.triton.rows import anew, begin, columns, ends, lead, locate, only, start
+from onchip.softmax.triton.rows import ahead, begin, columns, ends, lead, locate, only, start, widen
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _read(dy, y, step_dy, step_y, w, keep, LOG: tl.constexpr):
+def _read(dy, y, step_dy, step_y, w, keep, LOG: tl.constexpr, CACHE_DY: tl.constexpr, CACHE_Y: tl.constexpr):
     """dy and y as they come; softmax, or the logarithm of it, is 0 where there is none."""
-    return (tl.load(dy + w * step_dy, mask=keep, other=0.0),
-            tl.load(y + w * step_y, mask=keep, other=float("-inf") if LOG else 0.0))
+    return (tl.load(dy + w * step_dy, mask=keep, other=0.0, cache_modifier=CACHE_DY),
+            tl.load(y + w * step_y, mask=keep, other=float("-inf") if LOG else 0.0, cache_modifier=CACHE_Y))
 
 
 @triton.jit
-def _values(d, y, LOG: tl.constexpr, HIDING: tl.constexpr):
+def _values(d, y, LOG: tl.constexpr, HIDING: tl.constexpr, AGAIN: tl.constexpr = False):
     """dy, p = softmax (y is p or log p) and where the result was selected, or is as good as: there softmax ignores dy."""
-    d, p = d.to(tl.float32), y.to(tl.float32)
+    d, p = widen(d, AGAIN), widen(y, AGAIN)
     gone = p == (float("-inf") if LOG else 0.0)
     if LOG:
         p = tl.exp2(p * LOG2E)
@@ -29,7 +29,7 @@ def _values(d, y, LOG: tl.constexpr, HIDING: tl.constexpr):
 
 @triton.jit
 def _load(dy, y, step_dy, step_y, w, keep, LOG: tl.constexpr, HIDING: tl.constexpr):
-    d, y = _read(dy, y, step_dy, step_y, w, keep, LOG)
+    d, y = _read(dy, y, step_dy, step_y, w, keep, LOG, "", "")
     return _values(d, y, LOG, HIDING)
 
 
@@ -60,12 +60,12 @@ def _store_ends(dx, d, p, gone, total, scale, strides_dx, i2, i1, i0, lead, n, V
 
 
 @triton.jit
-def _total(dy, y, step_dy, step_y, lead, exists, n, blocks, step, WIDE: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
-           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CUT: tl.constexpr, LOG: tl.constexpr, HIDING: tl.constexpr):
+def _total(dy, y, step_dy, step_y, lead, exists, n, blocks, WIDE: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
+           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOG: tl.constexpr, HIDING: tl.constexpr):
     """Σ p ∘ dy of whole rows but for their ends, or Σ dy, block by block."""
     total = tl.zeros([BLOCK_M], tl.float32)
     for block in range(blocks):
-        w, keep = columns(block, step, lead, n, BLOCK_N, WIDE, VECTOR, EDGES, CUT)
+        w, keep = columns(block, BLOCK_N, lead, n, BLOCK_N, WIDE, VECTOR, EDGES)
         d, p, _gone = _load(dy, y, step_dy, step_y, w, keep & exists[:, None], LOG, HIDING)
         total += tl.sum(d if LOG else p * d, axis=1)
     return total
@@ -74,26 +74,39 @@ def _total(dy, y, step_dy, step_y, lead, exists, n, blocks, step, WIDE: tl.const
 @triton.jit
 def _resident(dy, y, dx, strides_dy, strides_y, strides_dx, scale, n, n0, n1, groups, tiles_a_group, span, FLAT: tl.constexpr,
               PACKED: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr, BLOCK_M: tl.constexpr,
-              BLOCK_N: tl.constexpr, PARTS: tl.constexpr, LOG: tl.constexpr, SCALED: tl.constexpr, HIDING: tl.constexpr,
-              NARROW: tl.constexpr):
-    """A tile of whole rows, or one of PARTS parts of a row: two reads, one write. NARROW: elements of 16 bits wait as such."""
+              BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, KEPT: tl.constexpr, LOG: tl.constexpr,
+              SCALED: tl.constexpr, HIDING: tl.constexpr, NARROW: tl.constexpr):
+    """A tile of whole rows, or one of PARTS parts of a row in PIECES of BLOCK_N: two reads, one write.
+
+    NARROW: elements of 16 bits wait as such. Of dy the first KEPT pieces wait in registers, the others are read again, out of the L1.
+    """
     part, tile, mail = enter(tl.program_id(0), PARTS)
     i2, i1, i0, exists = locate(tile, n0, n1, groups, tiles_a_group, FLAT, PACKED, BLOCK_M)
     before = lead(strides_y, i2, i1, i0, VECTOR, EDGES)
     row_dy, row_y = begin(dy, strides_dy, i2, i1, i0, VECTOR), begin(y, strides_y, i2, i1, i0, VECTOR)
     if EDGES:  # asked for with the others
         d_ends, p_ends, gone_ends = _load_ends(dy, y, strides_dy, strides_y, i2, i1, i0, before, part, n, VECTOR, LOG, HIDING)
-    w, keep = columns(part, span, before, n, BLOCK_N, WIDE, VECTOR, EDGES, PARTS > 1)
-    keep &= exists[:, None]
-    read_d, read_y = _read(row_dy, row_y, strides_dy[3], strides_y[3], w, keep, LOG)
-    d, p, gone = _values(read_d, read_y, LOG, HIDING)
-    total = tl.sum(d if LOG else p * d, axis=1)
+    PAST: tl.constexpr = ".cg" if KEPT < PIECES else ""  # the L1
+    ds, ys, there = (), (), ()  # the row's pieces
+    for piece in tl.static_range(PIECES):
+        w, keep = columns(part, span, before, n, BLOCK_N, WIDE, VECTOR, EDGES, PARTS > 1, piece)
+        there += (keep & exists[:, None],)
+        d, p = _read(ahead(row_dy, piece, strides_dy[3], BLOCK_N), ahead(row_y, piece, strides_y[3], BLOCK_N), strides_dy[3], strides_y[3],
+                     w, there[piece], LOG, PAST if piece < KEPT else "", PAST)
+        ds += (d,)
+        ys += (p,)
+    d, p, gone = _values(ds[0], ys[0], LOG, HIDING)
+    terms = d if LOG else p * d
+    for piece in tl.static_range(1, PIECES):
+        d, p, gone = _values(ds[piece], ys[piece], LOG, HIDING)
+        terms += d if LOG else p * d
+    total = tl.sum(terms, axis=1)
     if EDGES:
         total += tl.sum(d_ends if LOG else p_ends * d_ends, axis=0)
     if PARTS > 1:
         if INTERPRETED:  # programs run one after another: each works out the whole row's
-            total = _total(row_dy, row_y, strides_dy[3], strides_y[3], before, exists, n, PARTS, span, WIDE, VECTOR, EDGES, BLOCK_M,
-                           BLOCK_N, True, LOG, HIDING)
+            total = _total(row_dy, row_y, strides_dy[3], strides_y[3], before, exists, n, tl.cdiv(n, BLOCK_N), WIDE, VECTOR, EDGES,
+                           BLOCK_M, BLOCK_N, LOG, HIDING)
             if EDGES:
                 d_ends, p_ends, gone_ends = _load_ends(dy, y, strides_dy, strides_y, i2, i1, i0, before, 0, n, VECTOR, LOG, HIDING)
                 total += tl.sum(d_ends if LOG else p_ends * d_ends, axis=0)
@@ -101,9 +114,13 @@ def _resident(dy, y, dx, strides_dy, strides_y, strides_dx, scale, n, n0, n1, gr
             _, totals = exchange(total, total, mail, PARTS)
             total = tl.sum(totals, axis=1)
     row_dx = begin(dx, strides_dx, i2, i1, i0, VECTOR)
-    if NARROW:
-        d, p, gone = _values(anew(read_d), anew(read_y), LOG, HIDING)
-    tl.store(row_dx + w * strides_dx[3], _gradient(d, p, gone, total[:, None], scale, LOG, SCALED, HIDING), mask=keep)
+    for piece in tl.static_range(PIECES):
+        d = ds[piece]
+        if piece >= KEPT:
+            d = tl.load(ahead(row_dy, piece, strides_dy[3], BLOCK_N) + w * strides_dy[3], mask=there[piece], other=0.0)
+        d, p, gone = _values(d, ys[piece], LOG, HIDING, NARROW)
+        tl.store(ahead(row_dx, piece, strides_dx[3], BLOCK_N) + w * strides_dx[3],
+                 _gradient(d, p, gone, total[:, None], scale, LOG, SCALED, HIDING), mask=there[piece])
     if EDGES:  # noqa: SIM102  known when it is compiled
         if part == 0:
             _store_ends(dx, d_ends, p_ends, gone_ends, total, scale, strides_dx, i2, i1, i0, before, n, VECTOR, LOG, SCALED, HIDING)
@@ -119,8 +136,8 @@ def _streamed(dy, y, dx, strides_dy, strides_y, strides_dx, scale, n, n0, n1, gr
         before = lead(strides_y, i2, i1, i0, VECTOR, EDGES)
         row_dy, row_y = begin(dy, strides_dy, i2, i1, i0, VECTOR), begin(y, strides_y, i2, i1, i0, VECTOR)
         row_dx = begin(dx, strides_dx, i2, i1, i0, VECTOR)
-        total = _total(row_dy, row_y, strides_dy[3], strides_y[3], before, exists, n, blocks, BLOCK_N, WIDE, VECTOR, EDGES, BLOCK_M,
-                       BLOCK_N, False, LOG, HIDING)
+        total = _total(row_dy, row_y, strides_dy[3], strides_y[3], before, exists, n, blocks, WIDE, VECTOR, EDGES, BLOCK_M,
+                       BLOCK_N, LOG, HIDING)
         if EDGES:
             d_ends, p_ends, gone_ends = _load_ends(dy, y, strides_dy, strides_y, i2, i1, i0, before, 0, n, VECTOR, LOG, HIDING)
             total += tl.sum(d_ends if LOG else p_ends * d_ends, axis=0)

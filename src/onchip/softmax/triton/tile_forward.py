@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from onchip.softmax.triton.cluster import INTERPRETED, enter, exchange
-from onchip.softmax.triton.rows import again, anew, begin, columns, ends, lead, locate, only, start
+from onchip.softmax.triton.rows import ahead, begin, columns, ends, lead, locate, only, start, widen
 
 LOG2E = tl.constexpr(1.4426950408889634)
 HIDE = tl.constexpr("""{
@@ -96,16 +96,6 @@ def _select(x, hidden, kept):
 
 
 @triton.jit
-def _widen(x, keep, scale, SCALED: tl.constexpr, HIDING: tl.constexpr):
-    """s of 16-bit elements that stay as they were loaded, and moved, so that they are widened anew. Those that a triangle or a mask hides
-    are −∞ when they are scaled, others need to be told of."""
-    s = anew(x).to(tl.float32)
-    if HIDING:
-        return s * scale if SCALED else s
-    return tl.where(keep, s * scale, float("-inf")) if SCALED else s
-
-
-@triton.jit
 def _shift(m, WANTED: tl.constexpr):
     """What to subtract: m, or 0 in a row of −∞ so far, where −∞ − −∞ would be NaN. A NaN need not reach m: it reaches l.
 
@@ -172,14 +162,14 @@ def _join_ends(m, l, s, WANTED: tl.constexpr):
 
 
 @triton.jit
-def _statistics(x, mask, bias, step_x, step_mask, step_bias, lead, i0, exists, scale, n, n0, blocks, step, WIDE: tl.constexpr,
-                VECTOR: tl.constexpr, EDGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CUT: tl.constexpr,
-                WANTED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr):
+def _statistics(x, mask, bias, step_x, step_mask, step_bias, lead, i0, exists, scale, n, n0, blocks, WIDE: tl.constexpr,
+                VECTOR: tl.constexpr, EDGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WANTED: tl.constexpr,
+                SCALED: tl.constexpr, MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr):
     """m and l of whole rows but for their ends, block by block."""
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     for block in range(blocks):
-        w, keep = columns(block, step, lead, n, BLOCK_N, WIDE, VECTOR, EDGES, CUT)
+        w, keep = columns(block, BLOCK_N, lead, n, BLOCK_N, WIDE, VECTOR, EDGES)
         s = _scores(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, scale, n, n0, SCALED, MASKED, BIASED, CAUSAL,
                     VECTOR)
         m, l = _join(m, l, s, WANTED)
@@ -187,11 +177,42 @@ def _statistics(x, mask, bias, step_x, step_mask, step_bias, lead, i0, exists, s
 
 
 @triton.jit
-def _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, scale, n, n0, n1, groups, tiles_a_group, span, part, tile,
-          mail, i2, i1, i0, exists, FLAT: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr,
-          EDGES: tl.constexpr, MASK_VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
-          PARTS: tl.constexpr, WANTED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, BIASED: tl.constexpr,
-          CAUSAL: tl.constexpr, NARROW: tl.constexpr, SHARED: tl.constexpr):
+def _wait(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, scale, n, n0, SCALED: tl.constexpr, MASKED: tl.constexpr,
+          BIASED: tl.constexpr, CAUSAL: tl.constexpr, VECTOR: tl.constexpr, NARROW: tl.constexpr):
+    """What waits of a piece of the row: s, or elements of 16 bits as they came."""
+    if NARROW:
+        hidden = 0.0 if SCALED else float("-inf")
+        if (MASKED or CAUSAL) and SCALED:  # scale is not 0
+            hidden = tl.where(scale < 0.0, float("inf"), float("-inf"))
+        read, _ = _seen(w, keep, lead, i0, exists, n, n0, VECTOR, CAUSAL)
+        waiting = tl.load(x + w * step_x, mask=read, other=hidden)
+        if MASKED:
+            waiting = _select(waiting, hidden, _kept(mask, step_mask, w, lead, read, VECTOR))
+        if CAUSAL:
+            waiting = _hide(waiting, hidden, w - w // VECTOR * VECTOR, _last(w, lead, i0, n, n0, VECTOR))
+    else:
+        waiting = _scores(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, scale, n, n0, SCALED, MASKED, BIASED,
+                          CAUSAL, VECTOR)
+    return waiting
+
+
+@triton.jit
+def _take(waiting, keep, scale, SCALED: tl.constexpr, HIDING: tl.constexpr, NARROW: tl.constexpr, TIME: tl.constexpr):
+    """s of it, for the TIME-th time. What a triangle or a mask hides of 16-bit elements is −∞ when they are scaled, others need to be told
+    of."""
+    s = waiting.to(tl.float32) if TIME == 1 else widen(waiting, TIME > 2)
+    if NARROW and SCALED:
+        s *= scale
+        if not HIDING:
+            s = tl.where(keep, s, float("-inf"))
+    return s
+
+
+@triton.jit
+def _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, scale, n, n0, span, part, mail, i2, i1, i0, exists,
+          WIDE: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr, MASK_VECTOR: tl.constexpr, BLOCK_M: tl.constexpr,
+          BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, WANTED: tl.constexpr,
+          SCALED: tl.constexpr, MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr, NARROW: tl.constexpr):
     """y of rows, or of one part of them, of which nothing is seen beyond the first of BLOCKS blocks."""
     before = lead(strides_x, i2, i1, i0, VECTOR, EDGES)
     row_x, row_mask = begin(x, strides_x, i2, i1, i0, VECTOR), begin(mask, strides_mask, i2, i1, i0, MASK_VECTOR)
@@ -199,34 +220,28 @@ def _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, sc
     if EDGES:  # asked for with the others
         s_ends = _end_scores(x, mask, bias, strides_x, strides_mask, strides_bias, i2, i1, i0, before, part, scale, n, n0, VECTOR, SCALED,
                              MASKED, BIASED, CAUSAL)
-    w, keep = columns(part, span, before, n, BLOCK_N, WIDE, VECTOR, EDGES, PARTS > 1)
-    if NARROW:
-        read, _ = _seen(w, keep, before, i0, exists, n, n0, VECTOR, CAUSAL)
-        if MASKED or CAUSAL:  # scale is not 0
-            hidden = tl.where(scale < 0.0, float("inf"), float("-inf")) if SCALED else float("-inf")
-            narrow = tl.load(row_x + w * strides_x[3], mask=read, other=hidden)
-            if MASKED:
-                narrow = _select(narrow, hidden, _kept(row_mask, strides_mask[3], w, before, read, VECTOR))
-            if CAUSAL:
-                narrow = _hide(narrow, hidden, w - w // VECTOR * VECTOR, _last(w, before, i0, n, n0, VECTOR))
-        else:
-            narrow = tl.load(row_x + w * strides_x[3], mask=read, other=0.0 if SCALED else float("-inf"))
-        s = _widen(narrow, read, scale, SCALED, MASKED or CAUSAL)
-    else:
-        s = _scores(row_x, row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], w, keep, before, i0, exists, scale, n, n0,
-                    SCALED, MASKED, BIASED, CAUSAL, VECTOR)
-    m = tl.max(s, axis=1)
+    row, there = (), ()  # its pieces
+    for piece in tl.static_range(PIECES):
+        w, keep = columns(part, span, before, n, BLOCK_N, WIDE, VECTOR, EDGES, PARTS > 1, piece)
+        there += (keep & exists[:, None],)
+        row += (_wait(ahead(row_x, piece, strides_x[3], BLOCK_N), row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], w,
+                      keep, before - piece * BLOCK_N, i0, exists, scale, n, n0, SCALED, MASKED, BIASED, CAUSAL, VECTOR, NARROW),)
+    largest = _take(row[0], there[0], scale, SCALED, MASKED or CAUSAL, NARROW, 1)
+    for piece in tl.static_range(1, PIECES):
+        largest = tl.maximum(largest, _take(row[piece], there[piece], scale, SCALED, MASKED or CAUSAL, NARROW, 1))
+    m = tl.max(largest, axis=1)
     if EDGES:
         m = tl.maximum(m, tl.max(s_ends, axis=0))
-    if NARROW:
-        s = _widen(narrow, read, scale, SCALED, MASKED or CAUSAL)
-    l = tl.sum(_exp(s - _shift(m, WANTED)[:, None]), axis=1)
+    terms = _exp(_take(row[0], there[0], scale, SCALED, MASKED or CAUSAL, NARROW, 2) - _shift(m, WANTED)[:, None])
+    for piece in tl.static_range(1, PIECES):
+        terms += _exp(_take(row[piece], there[piece], scale, SCALED, MASKED or CAUSAL, NARROW, 2) - _shift(m, WANTED)[:, None])
+    l = tl.sum(terms, axis=1)
     if EDGES:
         l += tl.sum(_exp(s_ends - only(_shift(m, WANTED))), axis=0)
     if PARTS > 1:
         if INTERPRETED:  # programs run one after another: each works out the whole row's
             m, l = _statistics(row_x, row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], before, i0, exists, scale, n, n0,
-                               PARTS, span, WIDE, VECTOR, EDGES, BLOCK_M, BLOCK_N, True, WANTED, SCALED, MASKED, BIASED, CAUSAL)
+                               tl.cdiv(n, BLOCK_N), WIDE, VECTOR, EDGES, BLOCK_M, BLOCK_N, WANTED, SCALED, MASKED, BIASED, CAUSAL)
             if EDGES:
                 s_ends = _end_scores(x, mask, bias, strides_x, strides_mask, strides_bias, i2, i1, i0, before, 0, scale, n, n0, VECTOR,
                                      SCALED, MASKED, BIASED, CAUSAL)
@@ -239,15 +254,11 @@ def _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, sc
     if WANTED == SUM:
         tl.store(y + i2 * strides_y[0] + i1 * strides_y[1] + i0 * strides_y[2], shift + tl.log(l), mask=exists & (part == 0))
     else:
-        if EDGES and PARTS > 1 and NARROW:  # 50257 columns in 72 registers: 8 bytes are spilled, not 24
-            part, tile = again(part), again(tile)
-            i2, i1, i0, exists = locate(tile, n0, n1, groups, tiles_a_group, FLAT, PACKED, BLOCK_M, SHARED)
-            before = lead(strides_x, i2, i1, i0, VECTOR, EDGES)
-            w, keep = columns(part, span, before, n, BLOCK_N, WIDE, VECTOR, EDGES, True)
         row_y = begin(y, strides_y, i2, i1, i0, VECTOR)
-        if NARROW:
-            s = _widen(narrow, read, scale, SCALED, MASKED or CAUSAL)
-        tl.store(row_y + w * strides_y[3], _normalise(s, shift[:, None], l[:, None], WANTED, MASKED or CAUSAL), mask=exists[:, None] & keep)
+        for piece in tl.static_range(PIECES):
+            s = _take(row[piece], there[piece], scale, SCALED, MASKED or CAUSAL, NARROW, 3)
+            tl.store(ahead(row_y, piece, strides_y[3], BLOCK_N) + w * strides_y[3],
+                     _normalise(s, shift[:, None], l[:, None], WANTED, MASKED or CAUSAL), mask=there[piece])
         if BLOCKS > 1:  # 0 or −∞, and NaN in rows that have one
             rest = _normalise(tl.full([BLOCK_M, 1], float("-inf"), tl.float32), shift[:, None], l[:, None], WANTED, True)
             for block in tl.static_range(1, BLOCKS):
@@ -264,10 +275,10 @@ def _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, sc
 @triton.jit
 def _resident(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, scale, n, n0, n1, groups, tiles_a_group, tiles, span,
               FLAT: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
-              MASK_VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, WANTED: tl.constexpr,
-              SCALED: tl.constexpr, MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr, NARROW: tl.constexpr,
-              HALVES: tl.constexpr, TURNS: tl.constexpr, SHARED: tl.constexpr):
-    """A tile of whole rows, or one of PARTS parts of a row, `span` elements each; read once and written once.
+              MASK_VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr,
+              WANTED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr,
+              NARROW: tl.constexpr, HALVES: tl.constexpr, TURNS: tl.constexpr, SHARED: tl.constexpr):
+    """A tile of whole rows, or one of PARTS parts of a row, `span` elements each in PIECES of BLOCK_N; read once and written once.
 
     NARROW: elements of 16 bits wait as such, and are widened for each use. HALVES: rows of a triangle that see no more than half of their
     tile work on that half; so they issue as many instructions less as they move fewer bytes. TURNS: they are begun by turns with those
@@ -280,13 +291,11 @@ def _resident(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias
     i2, i1, i0, exists = locate(tile, n0, n1, groups, tiles_a_group, FLAT, PACKED, BLOCK_M, SHARED)
     first = (tile if FLAT else tile // groups if SHARED else tile % tiles_a_group) * BLOCK_M
     if HALVES and first + (BLOCK_M - 1) + (n - n0) < BLOCK_N // 2:
-        _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, scale, n, n0, n1, groups, tiles_a_group, span, part, tile,
-              mail, i2, i1, i0, exists, FLAT, PACKED, WIDE, VECTOR, EDGES, MASK_VECTOR, BLOCK_M, BLOCK_N // 2, 2, PARTS, WANTED, SCALED,
-              MASKED, BIASED, CAUSAL, NARROW, SHARED)
+        _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, scale, n, n0, span, part, mail, i2, i1, i0, exists, WIDE,
+              VECTOR, EDGES, MASK_VECTOR, BLOCK_M, BLOCK_N // 2, 2, PARTS, PIECES, WANTED, SCALED, MASKED, BIASED, CAUSAL, NARROW)
     else:
-        _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, scale, n, n0, n1, groups, tiles_a_group, span, part, tile,
-              mail, i2, i1, i0, exists, FLAT, PACKED, WIDE, VECTOR, EDGES, MASK_VECTOR, BLOCK_M, BLOCK_N, 1, PARTS, WANTED, SCALED, MASKED,
-              BIASED, CAUSAL, NARROW, SHARED)
+        _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, scale, n, n0, span, part, mail, i2, i1, i0, exists, WIDE,
+              VECTOR, EDGES, MASK_VECTOR, BLOCK_M, BLOCK_N, 1, PARTS, PIECES, WANTED, SCALED, MASKED, BIASED, CAUSAL, NARROW)
 
 
 @triton.jit
@@ -301,7 +310,7 @@ def _streamed(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias
         row_x, row_mask = begin(x, strides_x, i2, i1, i0, VECTOR), begin(mask, strides_mask, i2, i1, i0, MASK_VECTOR)
         row_bias = begin(bias, strides_bias, i2, i1, i0, 1)
         m, l = _statistics(row_x, row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], before, i0, exists, scale, n, n0,
-                           blocks, BLOCK_N, WIDE, VECTOR, EDGES, BLOCK_M, BLOCK_N, False, WANTED, SCALED, MASKED, BIASED, CAUSAL)
+                           blocks, WIDE, VECTOR, EDGES, BLOCK_M, BLOCK_N, WANTED, SCALED, MASKED, BIASED, CAUSAL)
         if EDGES:
             s_ends = _end_scores(x, mask, bias, strides_x, strides_mask, strides_bias, i2, i1, i0, before, 0, scale, n, n0, VECTOR, SCALED,
                                  MASKED, BIASED, CAUSAL)
