@@ -64,11 +64,11 @@ def held(n: int, piece: int, most: int, *_: int) -> bool:
     return piece * most < n <= 16 * piece * most
 
 
-def cluster(n: int, waits: bool, piece: int, most: int, warps: int, registers: int, kept: int = 0) -> Plan:
+def cluster(n: int, waits: bool, piece: int, most: int, warps: int, registers: int) -> Plan:
     """Rows of n elements on as few blocks of `most` pieces as hold them."""
     parts = -(-n // (piece * most))
     pieces = -(-n // (parts * piece))
-    return Plan(True, 1, piece, warps, registers=registers or None, narrow=waits, parts=parts, pieces=pieces, kept=kept or None)
+    return Plan(True, 1, piece, warps, registers=registers or None, narrow=waits, parts=parts, pieces=pieces)
 
 
 def made(wanted: Plan, tensors: tuple[torch.Tensor, ...]) -> Callable[..., None]:
@@ -129,7 +129,7 @@ def shown(found: dict) -> str:
     else:
         tile = [p["parts"], p["pieces"], p["block_n"]] if p["parts"] > 1 else [p["block_m"], p["block_n"]]
         what = f"{' × '.join(map(str, tile))}, {p['warps']} warps" + ", 16 bits" * p["narrow"]
-        what += "".join(f", {p[name]} {name}" for name in ("registers", "kept") if p[name])
+        what += f", {p['registers']} registers" if p["registers"] else ""
     return f"  {found['tb_per_s']:.3f} TB/s {found['us']:8.2f} µs  {what}{found.get('note', '')}"
 
 
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--passes", nargs="+", choices=("forward", "backward"), default=("forward", "backward"))
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--tiles", nargs="+", metavar="M,N,WARPS,REGISTERS,WAITS", help="tiles to try; 0 registers: no limit")
-    parser.add_argument("--clusters", nargs="+", metavar="PIECE,MOST,WARPS,REGISTERS[,KEPT]", help="blocks of clusters to try")
+    parser.add_argument("--clusters", nargs="+", metavar="PIECE,MOST,WARPS,REGISTERS", help="blocks of clusters to try")
     parser.add_argument("--elements", type=int, default=2**27)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--workers", type=int, default=14, help="processes that compile")

@@ -28,7 +28,10 @@ def hidden_positions(x: Tensor, mask: Tensor | None, causal: bool) -> Tensor | N
 
 def truth(x: Tensor, dy: Tensor, dim: int, log: bool, scale: float, mask: Tensor | None, causal: bool,
           bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """y, dx and the terms dx is a difference of, whose rounding it inherits, in float64 and from the formulas."""
+    """y, dx and the terms dx is a difference of, whose rounding it inherits, in float64 and from the formulas.
+
+    One of the terms is a sum; on its way to n terms it has the size of their norm, however small it ends.
+    """
     s, dy = x.double() * scale, dy.double()
     s = s if bias is None else s + bias.double()
     hidden = hidden_positions(x, mask, causal)
@@ -37,8 +40,10 @@ def truth(x: Tensor, dy: Tensor, dim: int, log: bool, scale: float, mask: Tensor
     e = torch.exp(s - m)
     l = e.sum(dim, keepdim=True)
     p, y = e / l, (s - m) - l.log() if log else e / l
-    terms = scale * (dy if log else p * dy), scale * p * (dy if log else p * dy).sum(dim, keepdim=True)
+    each = dy if log else p * dy
+    terms = [scale * each, scale * p * each.sum(dim, keepdim=True)]
     dx = terms[0] - terms[1]
+    terms.append(scale * p * each.norm(dim=dim, keepdim=True))
     if hidden is not None:
         empty = (m == -float("inf")).expand_as(s)
         y = torch.where(empty, -float("inf") if log else 0.0, y)

@@ -23,7 +23,6 @@ class Plan:
     narrow: bool = False  # the row waits in the 16 bits it came in, and is widened for each use
     parts: int = 1  # thread blocks of a cluster that share the row
     pieces: int = 1  # of `block_n` columns, that one of them holds
-    kept: int | None = None  # pieces of dy that wait in registers, if not all
 
     def span(self, n: int) -> int:
         """Elements of a part: whole lines of memory."""
@@ -32,8 +31,8 @@ class Plan:
 
 SPAN = 64  # elements: 128 bytes and more
 # Along the row: width, a power of two → warps of the program that holds one row, forward and backward. Measured on an H200 (2²⁷ elements)
-# beside half and twice as many warps: within 2 % of the best in the mean of bf16 and fp32, 4.0–4.3 TB/s up to 8192 columns.
-RESIDENT_WARPS = {1024: (2, 2), 2048: (4, 4), 4096: (8, 8), 8192: (16, 8), 16384: (16, 16), 32768: (16, 16)}
+# beside half and twice as many warps: within 1 % of the best in bf16 and fp32, 4.0–4.35 TB/s (`benchmarks/softmax_plans.py`).
+RESIDENT_WARPS = {1024: (2, 2), 2048: (4, 4), 4096: (8, 16), 8192: (16, 16), 16384: (16, 16), 32768: (16, 16)}
 # Wider rows of 16 bits, forward: width → rows, warps and registers. So 2 programs of 32768 columns share an SM, and one reads while the
 # other computes: 4.03 TB/s where rows in float32 had 3.13; 16384: 4.00 and 3.65; a copy 4.15.
 NARROW = {16384: (1, 8, None), 32768: (1, 16, 64)}
@@ -43,14 +42,15 @@ EDGES_EACH = 32
 # Rows of a triangle get 32 elements a thread as well: they move 3/4 of a plain row's bytes, and may issue no more of its instructions. Half
 # the warps, in tiles halved for rows that see little, issue 0.80 to 0.84 of them (1024, 4096, 8192 columns of bf16), all of them 1.2.
 # With fewer bytes each, more rows have to be under way: two in each of the 32 programs that an SM holds at most, and what 40 registers give
-# (4096: twelve programs for ten, 8192: six for five). 144 to 192 KB an SM are read and written at once, 128 of plain rows.
+# at 4096 columns (twelve programs for ten). At 8192 a sixth program costs 3 %.
 HALVED_ROWS = 2  # of a tile, at most: those of one that is halved are much alike
-NARROW_TRIANGLE = {1024: (HALVED_ROWS, 1, 64), 2048: (1, 2, 40), 4096: (1, 4, 40), 8192: (1, 8, 40), **NARROW}
+NARROW_TRIANGLE = {1024: (HALVED_ROWS, 1, 64), 2048: (1, 2, 40), 4096: (1, 4, 40), 8192: (1, 8, None), **NARROW}
 TRIANGLE_REGISTERS = {16384: 64}  # of float32: two programs an SM, as plain rows; 74 let one
 TURNS = True  # rows that see little and rows that see much are begun by turns, and reads and writes are mixed alike at all times
 # A mask is applied to two elements of 16 bits at once, and half the warps issue a plain row's instructions in all (4096: 2024 and 2024).
-NARROW_MASKED = {1024: (2, 1, 72), 2048: (1, 2, 40), 4096: (1, 4, 40), 8192: (1, 8, None), 16384: (1, 8, 64), 32768: (1, 16, 64)}
+NARROW_MASKED = {1024: (2, 1, 72), 2048: (1, 2, 40), 4096: (1, 4, 40), 8192: (1, 16, None), 16384: (1, 8, 64), 32768: (1, 16, 64)}
 SHORT_TILE, SHORT_WARPS = 1024, 1  # narrower rows share a program of this many elements
+SHORT_NARROW = (2048, 4)  # plain ones of 16 bits, from their best tile on: 512 columns forward 4.15 TB/s, 4.09 in the tile above
 # Two passes: what pays is bytes in flight, more than rows in L2. 1, 2, 4 programs an SM: 1.7, 2.2, 2.7 TB/s at 65536 columns of bf16.
 STREAMED = Plan(False, 1, 8192, 8, 4)
 # Columns from which rows that start inside a vector are read by vectors, and their ends apart: those that have a program to themselves.
@@ -73,6 +73,8 @@ def choose(n: int, across: bool, edges: bool = False, forward: bool = True, narr
     if across:
         fits = ACROSS_LEAST * width <= ACROSS_TILE
         return Plan(True, min(ACROSS_ROWS, ACROSS_TILE // width), width, ACROSS_WARPS) if fits else ACROSS_STREAMED
+    if narrow and 2 * width <= SHORT_NARROW[0] and not (edges or triangle or masked):
+        return Plan(True, SHORT_NARROW[0] // width, width, SHORT_NARROW[1])
     if width < SHORT_TILE:
         return Plan(True, SHORT_TILE // width, width, SHORT_WARPS)
     if width not in RESIDENT_WARPS:
@@ -94,22 +96,18 @@ CLUSTERS = {
     (True, False): ((131072, (1024, 8, 4, 56)), (163840, (1024, 10, 4, 64)), (262144, (1024, 16, 4, 96))),
     (False, False): ((131072, (1024, 8, 8, 64)), (262144, (1024, 16, 8, 80))),
     (True, True): ((131072, (1024, 8, 4, 96)), (262144, (2048, 8, 8, 80))),
-    (False, True): ((131072, (512, 16, 4, 160)), (262144, (1024, 16, 8, 128))),
+    (False, True): ((131072, (512, 16, 4, 160)), (163840, (1024, 10, 8, 104))),
 }
 CLUSTERS_BEYOND = {(True, False): 16384, (False, False): 16384, (True, True): 8192, (False, True): 16384}  # else a program is as good
-# Pieces of dy that wait in registers where not all do. In float32 16 pieces of y and dy are half of an SM's registers, so that no second
-# block could begin. The other 6, 48 KB of two blocks, are read again, out of the L1, past which all else is read.
-KEPT = {(1024, 16, 8, 128): 10}
 
 
 def choose_cluster(n: int, backward: bool, narrow: bool) -> Plan | None:
     """The cluster for rows of `n` elements; None where its registers do not hold them."""
-    for width, blocks in CLUSTERS[narrow, backward]:
+    for width, (piece, most, warps, registers) in CLUSTERS[narrow, backward]:
         if n <= width:
-            piece, most, warps, registers = blocks
             parts = -(-n // (piece * most))
             pieces = -(-n // (parts * piece))
-            return Plan(True, 1, piece, warps, registers=registers, narrow=narrow, parts=parts, pieces=pieces, kept=KEPT.get(blocks))
+            return Plan(True, 1, piece, warps, registers=registers, narrow=narrow, parts=parts, pieces=pieces)
     return None
 
 

@@ -9,6 +9,7 @@ vectors here, in a way the compiler understands, and a row that starts or ends i
 vectors, and the elements of its first and last one one by one. An index w then counts from the vector in which the row starts, `lead`
 elements before it.
 """
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -25,6 +26,9 @@ from onchip.softmax.triton.plan import Plan
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 INT32_MAX = 2**31 - 1
 NARROW_VECTOR = 8  # elements of 16 bits in a vector
+# Where groups share a mask: tiles that a group has at a turn (of 8192 columns: 0.5 MB of the mask, which wait in L2 for the other groups),
+# fewest rows of a turn, and elements of a mask from which on it is worth it.
+SHARED_TILES, SHARED_ROWS, SHARED_FROM = 64, 8, 2**23
 
 
 @dataclass(frozen=True)
@@ -57,11 +61,15 @@ class Rows:
         return triton.cdiv(self.n0, self.plan.block_m)
 
     @property
-    def shared(self) -> bool:
-        """Groups have rows of a mask or a bias in common, one for each i₀: read at the same time, they come from memory once."""
+    def shared(self) -> int:
+        """Tiles that a group has at a turn, where groups have the rows of a mask or a bias in common and the L2 would not keep all of them
+        from one group to the next; 0 where each group has all of its tiles at once."""
         sizes = self.groups // self.n1, self.n1
         beside = [steps for name, steps in self.strides.items() if name in ("mask", "bias") and steps[2]]
-        return not self.packed and any(size > 1 and step == 0 for steps in beside for size, step in zip(sizes, steps, strict=False))
+        common = any(size > 1 and step == 0 for steps in beside for size, step in zip(sizes, steps, strict=False))
+        at_once = math.gcd(self.tiles_a_group, SHARED_TILES)
+        enough = not self.packed and self.n0 * self.n >= SHARED_FROM and at_once * self.plan.block_m >= SHARED_ROWS
+        return at_once if common and enough else 0
 
     @cached_property
     def tiles(self) -> int:
@@ -89,7 +97,7 @@ class Rows:
                  "tiles": self.tiles, "blocks": triton.cdiv(self.n, plan.block_n), "span": plan.span(self.n)}
         constants = {"FLAT": self.groups == 1, "PACKED": self.packed, "WIDE": reach > INT32_MAX, "VECTOR": self.vector, "EDGES": self.edges,
                      "MASK_VECTOR": self.mask_vector, "BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "PARTS": plan.parts,
-                     "PIECES": plan.pieces, "KEPT": plan.pieces if plan.kept is None else plan.kept}
+                     "PIECES": plan.pieces}
         return shape | constants | {f"strides_{name}": steps for name, steps in self.strides.items()}
 
 
@@ -147,9 +155,20 @@ def layout(shape: torch.Size, strides: tuple[tuple[str, tuple[int, ...]], ...], 
 
 
 @triton.jit
+def place(tile, groups, tiles_a_group, SHARED: tl.constexpr):
+    """A tile's group, and which of it the tile is. SHARED: the groups take turns, of so many tiles each."""
+    if SHARED:
+        turn = tile // SHARED
+        group, at = turn % groups, turn // groups * SHARED + tile % SHARED
+    else:
+        group, at = tile // tiles_a_group, tile % tiles_a_group
+    return group, at
+
+
+@triton.jit
 def locate(tile, n0, n1, groups, tiles_a_group, FLAT: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr,
-           SHARED: tl.constexpr = False):
-    """i₂, i₁, i₀ of a tile's rows, in 64 bits, and which of them exist. FLAT: there is one group; SHARED: the groups take turns."""
+           SHARED: tl.constexpr = 0):
+    """i₂, i₁, i₀ of a tile's rows, in 64 bits, and which of them exist. FLAT: there is one group; SHARED: see `place`."""
     lanes = tl.arange(0, BLOCK_M)
     if FLAT:  # no division: it would take as many instructions as two elements of a row
         group = tl.cast(0, tl.int64)
@@ -161,8 +180,9 @@ def locate(tile, n0, n1, groups, tiles_a_group, FLAT: tl.constexpr, PACKED: tl.c
         i0 = row % n0
         exists = group < groups
     else:
-        group = tl.cast(tile % groups if SHARED else tile // tiles_a_group, tl.int64)
-        i0 = tl.cast(tile // groups if SHARED else tile % tiles_a_group, tl.int64) * BLOCK_M + lanes
+        group, at = place(tile, groups, tiles_a_group, SHARED)
+        group = tl.cast(group, tl.int64)
+        i0 = tl.cast(at, tl.int64) * BLOCK_M + lanes
         exists = i0 < n0
     return group // n1, group % n1, i0, exists
 

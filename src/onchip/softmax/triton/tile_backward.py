@@ -9,10 +9,10 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _read(dy, y, step_dy, step_y, w, keep, LOG: tl.constexpr, CACHE_DY: tl.constexpr, CACHE_Y: tl.constexpr):
+def _read(dy, y, step_dy, step_y, w, keep, LOG: tl.constexpr):
     """dy and y as they come; softmax, or the logarithm of it, is 0 where there is none."""
-    return (tl.load(dy + w * step_dy, mask=keep, other=0.0, cache_modifier=CACHE_DY),
-            tl.load(y + w * step_y, mask=keep, other=float("-inf") if LOG else 0.0, cache_modifier=CACHE_Y))
+    return (tl.load(dy + w * step_dy, mask=keep, other=0.0),
+            tl.load(y + w * step_y, mask=keep, other=float("-inf") if LOG else 0.0))
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _values(d, y, LOG: tl.constexpr, HIDING: tl.constexpr, AGAIN: tl.constexpr =
 
 @triton.jit
 def _load(dy, y, step_dy, step_y, w, keep, LOG: tl.constexpr, HIDING: tl.constexpr):
-    d, y = _read(dy, y, step_dy, step_y, w, keep, LOG, "", "")
+    d, y = _read(dy, y, step_dy, step_y, w, keep, LOG)
     return _values(d, y, LOG, HIDING)
 
 
@@ -74,25 +74,21 @@ def _total(dy, y, step_dy, step_y, lead, exists, n, blocks, WIDE: tl.constexpr, 
 @triton.jit
 def _resident(dy, y, dx, strides_dy, strides_y, strides_dx, scale, n, n0, n1, groups, tiles_a_group, span, FLAT: tl.constexpr,
               PACKED: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr, BLOCK_M: tl.constexpr,
-              BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, KEPT: tl.constexpr, LOG: tl.constexpr,
-              SCALED: tl.constexpr, HIDING: tl.constexpr, NARROW: tl.constexpr):
-    """A tile of whole rows, or one of PARTS parts of a row in PIECES of BLOCK_N: two reads, one write.
-
-    NARROW: elements of 16 bits wait as such. Of dy the first KEPT pieces wait in registers, the others are read again, out of the L1.
-    """
+              BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, LOG: tl.constexpr, SCALED: tl.constexpr,
+              HIDING: tl.constexpr, NARROW: tl.constexpr):
+    """A tile of whole rows, or one of PARTS parts of a row in PIECES of BLOCK_N: two reads, one write. NARROW: 16 bits wait as such."""
     part, tile, mail = enter(tl.program_id(0), PARTS)
     i2, i1, i0, exists = locate(tile, n0, n1, groups, tiles_a_group, FLAT, PACKED, BLOCK_M)
     before = lead(strides_y, i2, i1, i0, VECTOR, EDGES)
     row_dy, row_y = begin(dy, strides_dy, i2, i1, i0, VECTOR), begin(y, strides_y, i2, i1, i0, VECTOR)
     if EDGES:  # asked for with the others
         d_ends, p_ends, gone_ends = _load_ends(dy, y, strides_dy, strides_y, i2, i1, i0, before, part, n, VECTOR, LOG, HIDING)
-    PAST: tl.constexpr = ".cg" if KEPT < PIECES else ""  # the L1
     ds, ys, there = (), (), ()  # the row's pieces
     for piece in tl.static_range(PIECES):
         w, keep = columns(part, span, before, n, BLOCK_N, WIDE, VECTOR, EDGES, PARTS > 1, piece)
         there += (keep & exists[:, None],)
         d, p = _read(ahead(row_dy, piece, strides_dy[3], BLOCK_N), ahead(row_y, piece, strides_y[3], BLOCK_N), strides_dy[3], strides_y[3],
-                     w, there[piece], LOG, PAST if piece < KEPT else "", PAST)
+                     w, there[piece], LOG)
         ds += (d,)
         ys += (p,)
     d, p, gone = _values(ds[0], ys[0], LOG, HIDING)
@@ -115,10 +111,7 @@ def _resident(dy, y, dx, strides_dy, strides_y, strides_dx, scale, n, n0, n1, gr
             total = tl.sum(totals, axis=1)
     row_dx = begin(dx, strides_dx, i2, i1, i0, VECTOR)
     for piece in tl.static_range(PIECES):
-        d = ds[piece]
-        if piece >= KEPT:
-            d = tl.load(ahead(row_dy, piece, strides_dy[3], BLOCK_N) + w * strides_dy[3], mask=there[piece], other=0.0)
-        d, p, gone = _values(d, ys[piece], LOG, HIDING, NARROW)
+        d, p, gone = _values(ds[piece], ys[piece], LOG, HIDING, NARROW)
         tl.store(ahead(row_dx, piece, strides_dx[3], BLOCK_N) + w * strides_dx[3],
                  _gradient(d, p, gone, total[:, None], scale, LOG, SCALED, HIDING), mask=there[piece])
     if EDGES:  # noqa: SIM102  known when it is compiled

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from onchip.softmax.triton.cluster import INTERPRETED, enter, exchange
-from onchip.softmax.triton.rows import ahead, begin, columns, ends, lead, locate, only, start, widen
+from onchip.softmax.triton.rows import ahead, begin, columns, ends, lead, locate, only, place, start, widen
 
 LOG2E = tl.constexpr(1.4426950408889634)
 HIDE = tl.constexpr("""{
@@ -282,15 +282,17 @@ def _resident(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias
 
     NARROW: elements of 16 bits wait as such, and are widened for each use. HALVES: rows of a triangle that see no more than half of their
     tile work on that half; so they issue as many instructions less as they move fewer bytes. TURNS: they are begun by turns with those
-    that see more, from both ends of the grid: in order, an SM would all but write for a while. SHARED: all groups' rows of one i₀ follow
-    each other.
+    that see more, from both ends of the grid: in order, an SM would all but write for a while. SHARED: so many tiles of a group follow
+    each other, then as many of the next.
     """
     part, tile, mail = enter(tl.program_id(0), PARTS)
     if HALVES and TURNS:
         tile = tl.where(tile % 2 == 0, tile // 2, tiles - 1 - tile // 2)
     i2, i1, i0, exists = locate(tile, n0, n1, groups, tiles_a_group, FLAT, PACKED, BLOCK_M, SHARED)
-    first = (tile if FLAT else tile // groups if SHARED else tile % tiles_a_group) * BLOCK_M
-    if HALVES and first + (BLOCK_M - 1) + (n - n0) < BLOCK_N // 2:
+    at = tile
+    if not FLAT:
+        _, at = place(tile, groups, tiles_a_group, SHARED)
+    if HALVES and at * BLOCK_M + (BLOCK_M - 1) + (n - n0) < BLOCK_N // 2:
         _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, scale, n, n0, span, part, mail, i2, i1, i0, exists, WIDE,
               VECTOR, EDGES, MASK_VECTOR, BLOCK_M, BLOCK_N // 2, 2, PARTS, PIECES, WANTED, SCALED, MASKED, BIASED, CAUSAL, NARROW)
     else:
