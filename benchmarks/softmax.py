@@ -3,14 +3,16 @@
     python benchmarks/softmax.py --json benchmarks/results/h200/softmax.json
     python benchmarks/softmax.py --only widths few --dtypes bf16
 
-Every call starts with its data out of L2 (buffers rotate, and a tensor exceeds it), implementations alternate call by call, and the median
-counts. Bytes are the compulsory ones: forward one read and one write of the tensor, backward two and one, a selection or a sum one read;
-the copy that sets the roof, one and one. A sleep in front of each call lets the host run ahead, so that what is timed is the card's work;
-the small shapes are timed by the wall clock instead, the card's work and the host's together; beside it, a graph of calls has no host.
+Every call starts with its data out of L2 (buffers rotate, and a tensor exceeds it), implementations alternate call by call, in an order
+drawn anew each time (what ran before leaves lines in L2 that are still to be written), and the median counts. Bytes are the compulsory
+ones: forward one read and one write of the tensor, backward two and one, a selection or a sum one read; the copy that sets the roof, one
+and one. A sleep in front of each call lets the host run ahead, so that what is timed is the card's work; the small shapes are timed by the
+wall clock instead, the card's work and the host's together; beside it, a graph of calls has no host.
 """
 import argparse
 import importlib.metadata
 import json
+import random
 import statistics
 import sys
 import time
@@ -85,13 +87,13 @@ def demand(good, what):
 
 def timed(calls, repeats):
     """name → median microseconds of `calls[name](i)`, i = 0, 1, … choosing the buffers; the calls alternate."""
-    samples = {name: [] for name in calls}
+    samples, order = {name: [] for name in calls}, random.Random(0)
     for i in range(repeats + 3):
-        for name, call in calls.items():
+        for name in order.sample(list(calls), len(calls)):
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda._sleep(SLEEP)
             start.record()
-            call(i)
+            calls[name](i)
             stop.record()
             if i >= 3:  # the first ones compile and warm up
                 samples[name].append((start, stop))

@@ -1,4 +1,4 @@
-"""Every rung's predicted bytes against what an H200 counted: benchmarks/results/h200/ladder.json, at 4K, 8K and 16K, 16 heads, d = 128."""
+"""Every rung's predicted bytes against what an H200 counted: benchmarks/results/h200/ladder.json, at 4K, 8K and 16K, d = 128, 2¹⁸ rows."""
 import json
 from collections.abc import Iterator
 from dataclasses import fields
@@ -17,8 +17,8 @@ from onchip.roofline.softmax import Rows
 
 RESULTS = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "ladder.json").read_text())
 H200 = find_gpu("h200")
-# FA1 where its walk shrinks while it leaves the L2, and at 4K, where the card does not repeat itself: `onchip.roofline.dram`
-STEEP = {("fa1", 4096, None): 2.0, ("fa1", 4096, "bottom-right"): 1.0, ("fa1", 8192, "bottom-right"): 0.2}
+# Two blocks an SM: a wave walks K and V of three heads, 25 MB, and each half of the L2 keeps a copy: 50 of its 60 MB, the model's very edge
+EDGE = {("triton", 16384, None): 0.25}
 
 
 def rungs() -> Iterator[Any]:
@@ -49,7 +49,7 @@ def test_dram_bytes_are_predicted_within_a_tenth(problem: AttentionShape | Rows,
     """Registers that spilled cost their bytes up to twice, written back and fetched again, beside what the ledger knows of."""
     found = held(problem, one)
     spilled = sum(k["spilled"] for k in one["kernels"])
-    tolerance = STEEP.get((one["key"], problem.seq_q, problem.causal), 0.1) if isinstance(problem, AttentionShape) else 0.1
+    tolerance = EDGE.get((one["key"], problem.seq_q, problem.causal), 0.1) if isinstance(problem, AttentionShape) else 0.1
     assert found.dram_bytes >= found.dram_predicted / (1 + tolerance)
     assert found.dram_bytes - 2 * spilled <= found.dram_predicted * (1 + tolerance)
 

@@ -111,16 +111,6 @@ def test_a_row_may_end_in_the_last_but_one_chunk():
     check(x, 3, backend="triton")
 
 
-@pytest.mark.parametrize(("n", "k"), [(9000, 8), (9001, 5), (50_257, 8)])
-def test_many_rows_of_16_bits_are_read_by_two_warps(n, k):
-    rows = 8 * torch.cuda.get_device_properties(0).multi_processor_count + 1 if DEVICE == "cuda" else 9
-    x = data(rows, n, dtype=torch.bfloat16)
-    forget()
-    check(x, k, backend="triton")
-    launch_, = launch._LAUNCHES.values()
-    assert dict(zip(launch_[0].kernel.arg_names[4:], launch_[0].rest, strict=True))["WARPS"] == 2
-
-
 def test_a_group_may_reach_beyond_its_part():
     """26 chunks of 8192 elements are two parts of 13 here, and groups of two chunks: the last of a part has one."""
     x = data(1, 212_000, dtype=torch.bfloat16)

@@ -19,9 +19,9 @@ They are the share of writes among the lines that came in, of an L2's worth of t
 much read 23 to 27 MB, of a fused forward's output 6 to 10 MB at any length, of 4 MB beside 12 MB read all (H200, 60 MiB). And it sees more,
 where the caches are flushed before it: no intermediate is found there. `counted_dram_bytes` is what it should see.
 
-`WAYS` and `CLEAN` are two numbers fitted to twelve counters, reads and writes of FA1 at 4K, 8K and 16K, full and causal. Full at 8K and 16K
-it is within 1 %, causal at 16K 2 %, causal at 8K 15 % below what is counted. At 4K the set of 34 MB lies on the steep part, and the card
-does not repeat itself: full 586, 210 and 329 MB in three runs, causal 84 and 141 MB in two; predicted are 220 and 72 MB.
+`WAYS` and `CLEAN` are two numbers fitted to twelve counters, reads and writes of FA1 at 4K, 8K and 16K, 16 heads, full and causal. In a
+later run, of 64, 32 and 16 heads, full is within 1 % and causal within 3 %. 16 heads of 4K are a set of 34 MB on the steep part, and the
+card does not repeat itself: full 586, 210 and 329 MB in three runs, causal 84 and 141 MB in two; predicted are 220 and 72 MB.
 """
 import math
 from dataclasses import dataclass

@@ -52,7 +52,7 @@ def _seen(w, keep, lead, i0, exists, n, n0, VECTOR: tl.constexpr, CAUSAL: tl.con
 def _kept(mask, step, w, lead, read, VECTOR: tl.constexpr):
     """The mask's bytes of a block. A thread's are those of its elements of x: by vectors of sixteen bytes it would have others."""
     at = mask + (w - lead) * step
-    return tl.load(tl.max_contiguous(at, [1, VECTOR]) if VECTOR > 1 else at, mask=read, other=0)
+    return tl.load(tl.max_contiguous(at, [1, VECTOR]) if VECTOR == 8 else at, mask=read, other=0)
 
 
 @triton.jit

@@ -21,8 +21,7 @@ from onchip.softmax.triton.rows import fold
 from onchip.softmax.triton.topk_keys import MAXIMA
 
 WHOLE = 1024  # elements of the longest row that is sorted at once
-FEW = 8  # up to so many, and of 16 bits, are sought by two warps, where these are enough: selections then cost half as much
-TWO_WARPS = 2**16  # elements of the longest row that two warps read: 8 groups of 16 runs a thread
+WARPS = 4  # of a program. Two, with half the instructions a selection: 25000 columns 3 to 5 % slower, 50257 no faster
 VECTORS = 8  # runs that a thread reads at once, at most; in float32 half as many
 REGISTERS_PER_SM = 2**16
 
@@ -91,23 +90,22 @@ def _launches(x: Tensor, k: int, dim: int, renormalise: bool) -> tuple[Any, ...]
     on_card = x.device.type in ("cuda", "meta") and torch.cuda.is_available()  # `onchip inspect` makes launches for meta tensors
     sms = torch.cuda.get_device_properties(x.device if x.device.type == "cuda" else None).multi_processor_count if on_card else 1
     window = rows.n + (rows.vector - 1) * rows.edges
-    warps = 2 if most <= FEW and not wide and window <= TWO_WARPS and rows.count > 8 * sms else 4
-    run = 32 * warps * kernels.RUN.value
+    run = 32 * WARPS * kernels.RUN.value
     vectors, chunks = chunks_of(triton.cdiv(window, run), VECTORS // 2 if wide else VECTORS)
     groups, runs = (8, 16) if few else (16, 8)  # of a thread, and of a group, at most: a register each, and candidates for each of k
-    registers = 96 if not few else 64 if wide or vectors > 5 or most > FEW else 48  # which suffice: nothing is spilled
-    parts = parts_of(rows.count, chunks, groups * (runs // vectors), REGISTERS_PER_SM // (32 * warps * registers) * sms)
+    registers = 96 if not few else 64 if wide or vectors > 5 or most > 8 else 48  # which suffice: nothing is spilled
+    parts = parts_of(rows.count, chunks, groups * (runs // vectors), REGISTERS_PER_SM // (32 * WARPS * registers) * sms)
     a_part = triton.cdiv(chunks, parts)
     group = vectors * triton.cdiv(a_part, groups)
     reach = (window + run * vectors) * max(1, rows.strides["x"][3])
     named = {**place, **sorting, "parts": parts, "chunks": chunks, "a_part": a_part, "VECTOR": rows.vector, "EDGES": rows.edges,
-             "WIDE": reach >= 2**31, "FLAT": rows.groups == 1, "WARPS": warps, "VECTORS": vectors, "GROUP": group,
+             "WIDE": reach >= 2**31, "FLAT": rows.groups == 1, "WARPS": WARPS, "VECTORS": vectors, "GROUP": group,
              "GROUPS": max(triton.next_power_of_2(triton.cdiv(a_part * vectors, group)), most // 32),
-             "Q": max(triton.next_power_of_2(group) * kernels.RUN.value, 32 * warps // most), "ALONE": parts == 1}
-    options = {"num_warps": warps} | ({"maxnreg": registers} if on_card else {})
+             "Q": max(triton.next_power_of_2(group) * kernels.RUN.value, 32 * WARPS // most), "ALONE": parts == 1}
+    options = {"num_warps": WARPS} | ({"maxnreg": registers} if on_card else {})
     part = Launch(kernels.part, rows.count * parts, 4, named, options)
     if parts == 1:
         return (part,)
-    candidates = max(warps * max(32, most), triton.next_power_of_2(parts * k))
+    candidates = max(WARPS * max(32, most), triton.next_power_of_2(parts * k))
     return part, Launch(kernels.merge, rows.count, 6, {**named, "PARTS": triton.next_power_of_2(parts), "CANDIDATES": candidates},
-                        {"num_warps": warps})
+                        {"num_warps": WARPS})
