@@ -55,20 +55,13 @@ def neighbours(n: int, backward: bool, dtype: torch.dtype) -> list[Plan]:
                     found += [Plan(True, block_m, width, warps)] * (each <= 64)
                     found += [Plan(True, block_m, width, warps, narrow=True)] * (waits and each >= 16)
     if n > 8192:
-        found += [cluster(n, waits, *one) for table in plan.CLUSTERS.values() for _, one in table if held(n, *one)]
+        found += [plan.cluster(n, waits, *one) for table in plan.CLUSTERS.values() for _, one in table if held(n, *one)]
     return list(dict.fromkeys(found))
 
 
 def held(n: int, piece: int, most: int, *_: int) -> bool:
     """Do 2 to 16 thread blocks hold rows of n elements?"""
     return piece * most < n <= 16 * piece * most
-
-
-def cluster(n: int, waits: bool, piece: int, most: int, warps: int, registers: int) -> Plan:
-    """Rows of n elements on as few blocks of `most` pieces as hold them."""
-    parts = -(-n // (piece * most))
-    pieces = -(-n // (parts * piece))
-    return Plan(True, 1, piece, warps, registers=registers or None, narrow=waits, parts=parts, pieces=pieces)
 
 
 def made(wanted: Plan, tensors: tuple[torch.Tensor, ...]) -> Callable[..., None]:
@@ -157,7 +150,7 @@ def main() -> None:
             if tiles or clusters:
                 jobs[n, backward][1:] = [Plan(True, *one, registers=most or None, narrow=waits > 0) for *one, most, waits in tiles
                                          if one[1] == 1 << (n - 1).bit_length()]
-                jobs[n, backward] += [cluster(n, dtype.itemsize == 2, *one) for one in clusters if held(n, *one)]
+                jobs[n, backward] += [plan.cluster(n, dtype.itemsize == 2, *one) for one in clusters if held(n, *one)]
     with ProcessPoolExecutor(options.workers, get_context("spawn")) as pool:
         waiting = {(n, backward, one): pool.submit(compile_one, one, (options.elements // n, n), dtype, backward)
                    for (n, backward), candidates in jobs.items() for one in candidates}

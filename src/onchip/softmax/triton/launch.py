@@ -150,8 +150,7 @@ def _forward(x: Tensor, y: Tensor, mask: Tensor | None, bias: Tensor | None, spe
     if rows.plan.narrow and spec.hiding and spec.scale == 0.0:  # where what is hidden waits as −∞, which times 0 is NaN
         rows = replace(rows, plan=plans.STREAMED)
     few = rows.plan.block_m <= plans.HALVED_ROWS and rows.plan.parts == rows.plan.pieces == 1 and not rows.packed
-    more = {"BIASED": bias is not None, "NARROW": rows.plan.narrow, "HALVES": spec.causal and few, "SHARED": rows.shared,
-            "TURNS": plans.TURNS}
+    more = {"BIASED": bias is not None, "NARROW": rows.plan.narrow, "HALVES": spec.causal and few, "SHARED": rows.shared}
     return _launch_tiles(tile_forward, rows, 4, {**named, **absent, **more}, x.device)
 
 

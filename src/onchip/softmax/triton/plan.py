@@ -46,7 +46,6 @@ EDGES_EACH = 32
 HALVED_ROWS = 2  # of a tile, at most: those of one that is halved are much alike
 NARROW_TRIANGLE = {1024: (HALVED_ROWS, 1, 64), 2048: (1, 2, 40), 4096: (1, 4, 40), 8192: (1, 8, None), **NARROW}
 TRIANGLE_REGISTERS = {16384: 64}  # of float32: two programs an SM, as plain rows; 74 let one
-TURNS = True  # rows that see little and rows that see much are begun by turns, and reads and writes are mixed alike at all times
 # A mask is applied to two elements of 16 bits at once, and half the warps issue a plain row's instructions in all (4096: 2024 and 2024).
 NARROW_MASKED = {1024: (2, 1, 72), 2048: (1, 2, 40), 4096: (1, 4, 40), 8192: (1, 16, None), 16384: (1, 8, 64), 32768: (1, 16, 64)}
 SHORT_TILE, SHORT_WARPS = 1024, 1  # narrower rows share a program of this many elements
@@ -103,12 +102,13 @@ CLUSTERS_BEYOND = {(True, False): 16384, (False, False): 16384, (True, True): 81
 
 def choose_cluster(n: int, backward: bool, narrow: bool) -> Plan | None:
     """The cluster for rows of `n` elements; None where its registers do not hold them."""
-    for width, (piece, most, warps, registers) in CLUSTERS[narrow, backward]:
-        if n <= width:
-            parts = -(-n // (piece * most))
-            pieces = -(-n // (parts * piece))
-            return Plan(True, 1, piece, warps, registers=registers, narrow=narrow, parts=parts, pieces=pieces)
-    return None
+    return next((cluster(n, narrow, *block) for width, block in CLUSTERS[narrow, backward] if n <= width), None)
+
+
+def cluster(n: int, narrow: bool, piece: int, most: int, warps: int, registers: int | None) -> Plan:
+    """Rows of `n` elements on as few thread blocks of `most` pieces as hold them."""
+    parts = -(-n // (piece * most))
+    return Plan(True, 1, piece, warps, registers=registers, narrow=narrow, parts=parts, pieces=-(-n // (parts * piece)))
 
 
 @dataclass(frozen=True)

@@ -277,16 +277,16 @@ def _resident(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias
               FLAT: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
               MASK_VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr,
               WANTED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr,
-              NARROW: tl.constexpr, HALVES: tl.constexpr, TURNS: tl.constexpr, SHARED: tl.constexpr):
+              NARROW: tl.constexpr, HALVES: tl.constexpr, SHARED: tl.constexpr):
     """A tile of whole rows, or one of PARTS parts of a row, `span` elements each in PIECES of BLOCK_N; read once and written once.
 
     NARROW: elements of 16 bits wait as such, and are widened for each use. HALVES: rows of a triangle that see no more than half of their
-    tile work on that half; so they issue as many instructions less as they move fewer bytes. TURNS: they are begun by turns with those
-    that see more, from both ends of the grid: in order, an SM would all but write for a while. SHARED: so many tiles of a group follow
-    each other, then as many of the next.
+    tile work on that half; so they issue as many instructions less as they move fewer bytes. They are begun by turns with those that see
+    more, from both ends of the grid: in order, an SM would all but write for a while. SHARED: so many tiles of a group follow each other,
+    then as many of the next.
     """
     part, tile, mail = enter(tl.program_id(0), PARTS)
-    if HALVES and TURNS:
+    if HALVES:
         tile = tl.where(tile % 2 == 0, tile // 2, tiles - 1 - tile // 2)
     i2, i1, i0, exists = locate(tile, n0, n1, groups, tiles_a_group, FLAT, PACKED, BLOCK_M, SHARED)
     at = tile
