@@ -32,6 +32,17 @@ def test_rows_with_edges_give_every_thread_32_elements():
     assert plan.choose(100, False, True) == plan.choose(100, False)
 
 
+def test_short_rows_fill_4_kb():
+    for n in (33, 256, 512, 1000, 1024):
+        plain = plan.choose(n, False, narrow=True)
+        assert (plain.block_m * plain.block_n, plain.warps) == (2048, 4)
+        for other in ({}, {"edges": True}, {"triangle": True}, {"masked": True}, {"summed": True}):
+            apart = plan.choose(n, False, narrow=bool(other), **other)
+            assert apart.block_m * apart.block_n in (1024, 2048)
+            assert apart.warps < 4
+    assert plan.choose(1025, False, narrow=True).block_m == 1
+
+
 def test_long_rows_of_16_bits_wait_as_they_came():
     for n in (8193, 16384, 32768):
         chosen = plan.choose(n, False, narrow=True)

@@ -49,7 +49,9 @@ TRIANGLE_REGISTERS = {16384: 64}  # of float32: two programs an SM, as plain row
 # A mask is applied to two elements of 16 bits at once, and half the warps issue a plain row's instructions in all (4096: 2024 and 2024).
 NARROW_MASKED = {1024: (2, 1, 72), 2048: (1, 2, 40), 4096: (1, 4, 40), 8192: (1, 16, None), 16384: (1, 8, 64), 32768: (1, 16, 64)}
 SHORT_TILE, SHORT_WARPS = 1024, 1  # narrower rows share a program of this many elements
-SHORT_NARROW = (2048, 4)  # plain ones of 16 bits, from their best tile on: 512 columns forward 4.15 TB/s, 4.09 in the tile above
+# Plain ones of 16 bits share a program with 2048 elements and four warps: 512 columns forward 4.15 TB/s, 4.09 in the tile above. Sums,
+# which instructions bind, would be read at 2.72 TB/s in place of 3.06 (1024 columns).
+SHORT_NARROW = (2048, 4)
 # Two passes: what pays is bytes in flight, more than rows in L2. 1, 2, 4 programs an SM: 1.7, 2.2, 2.7 TB/s at 65536 columns of bf16.
 STREAMED = Plan(False, 1, 8192, 8, 4)
 # Columns from which rows that start inside a vector are read by vectors, and their ends apart: those that have a program to themselves.
@@ -62,17 +64,17 @@ ACROSS_STREAMED = Plan(False, 64, 128, 8, 2)
 
 
 def choose(n: int, across: bool, edges: bool = False, forward: bool = True, narrow: bool = False, triangle: bool = False,
-           masked: bool = False) -> Plan:
+           masked: bool = False, summed: bool = False) -> Plan:
     """The tile for rows of `n` elements, however many there are.
 
     `edges`: they start and end inside vectors; `narrow`: they have 16 bits an element and nothing is added to them; `triangle`: they are
-    those of one; `masked`: a mask's bytes are read beside them.
+    those of one; `masked`: a mask's bytes are read beside them; `summed`: only their sums are written.
     """
     width = 1 << (n - 1).bit_length()  # the least power of two ≥ n
     if across:
         fits = ACROSS_LEAST * width <= ACROSS_TILE
         return Plan(True, min(ACROSS_ROWS, ACROSS_TILE // width), width, ACROSS_WARPS) if fits else ACROSS_STREAMED
-    if narrow and 2 * width <= SHORT_NARROW[0] and not (edges or triangle or masked):
+    if narrow and 2 * width <= SHORT_NARROW[0] and not (edges or triangle or masked or summed):
         return Plan(True, SHORT_NARROW[0] // width, width, SHORT_NARROW[1])
     if width < SHORT_TILE:
         return Plan(True, SHORT_TILE // width, width, SHORT_WARPS)

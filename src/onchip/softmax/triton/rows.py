@@ -150,7 +150,7 @@ def layout(shape: torch.Size, strides: tuple[tuple[str, tuple[int, ...]], ...], 
         whole, vector = True, 1
     mask_vector = vector if whole and "mask" in of and of["mask"][3] == 1 and all(s % vector == 0 for s in of["mask"][:3]) else 1
     places = {name: (a, b, c, d) for name, (a, b, c, d) in of.items()}
-    plan = plans.choose(n, across, not whole, "x" in of, narrow(vector, mask_vector, of), queries, "mask" in of)
+    plan = plans.choose(n, across, not whole, "x" in of, narrow(vector, mask_vector, of), queries, "mask" in of, wide == ("x",))
     return Rows(places, n, n0, n1, n2 * n1, plan, vector, not whole, mask_vector)
 
 
