@@ -136,7 +136,7 @@ def test_plans_compile_for_hopper_and_move_16_bytes_at_a_time():
 def test_triangles_and_masks_compile_for_hopper_as_the_plan_says():
     """Without spills; x and y by 16 bytes, a mask by as many bytes as these are elements, and none moved between threads."""
     cases = {(1024, "bfloat16", True): 32, (4096, "bfloat16", True): 12, (8192, "bfloat16", True): 5, (16384, "float32", True): 2,
-             (1024, "bfloat16", False): 28, (8192, "bfloat16", False): 4, (16384, "float16", False): 4, (4096, "float32", False): 6}
+             (1024, "bfloat16", False): 28, (8192, "bfloat16", False): 4, (16384, "float16", False): 4}
     for case, programs, kernel in zip(cases, cases.values(), fresh.call(compile_plans.hidden, list(cases)), strict=True):
         assert (kernel["stack"], kernel["bytes"]) == (0, 0), (case, kernel)
         assert kernel["programs"] >= programs, (case, kernel)
