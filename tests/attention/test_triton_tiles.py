@@ -28,6 +28,7 @@ def test_tile_edges(case: Case) -> None:
 
 @pytest.mark.parametrize(("case", "descriptors"), [
     (Case(seq_q=40, seq_k=70, dtype="float16"), 8), (Case(seq_q=40, seq_k=70, causal=True, dtype="bfloat16"), 8),
+    (Case(seq_q=40, seq_k=70, dtype="float16", dim=72, dim_v=80), 8),  # whose last tile of keys ends past the tensor
     # without those of the statistics, whose heads or sequences do not all start at multiples of 16 bytes
     (Case(batch=2, heads=4, seq_q=41, seq_k=70, dtype="float16"), 6), (Case(batch=2, seq_q=70, seq_k=70, causal=True, dtype="bfloat16"), 6),
     (Case(lengths=((40, 70), (9, 40), (33, 65)), dtype="bfloat16"), 6),
@@ -44,12 +45,12 @@ def test_whole_tiles_through_descriptors(monkeypatch: pytest.MonkeyPatch, case: 
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # the interpreter's, of the sequence that is nothing else
-@pytest.mark.parametrize(("case", "which", "hidden"), [
-    (Case(seq_q=20, seq_k=70, causal="top-left", dtype="float16"), ("k", "v"), slice(20, None)),
-    (Case(seq_q=20, seq_k=70, causal="top-left", window=(3, 4), dtype="bfloat16"), ("k", "v"), slice(24, None)),
-    (Case(seq_q=70, seq_k=20, causal=True, dtype="bfloat16"), ("q", "dout"), slice(0, 50)),
-    (Case(lengths=((40, 70), (24, 34)), dtype="float16"), ("k", "v"), slice(70, None)),
-    (Case(lengths=((40, 70), (24, 34)), causal=True, dtype="bfloat16"), ("q", "dout"), slice(40, None))])
+@pytest.mark.parametrize(("case", "which", "hidden"), [  # of 72 dims: up to 64 the forward's masked tiles come by pointers
+    (Case(seq_q=20, seq_k=70, causal="top-left", dtype="float16", dim=72, dim_v=72), ("k", "v"), slice(20, None)),
+    (Case(seq_q=20, seq_k=70, causal="top-left", window=(3, 4), dtype="bfloat16", dim=72, dim_v=72), ("k", "v"), slice(24, None)),
+    (Case(seq_q=70, seq_k=20, causal=True, dtype="bfloat16", dim=72, dim_v=72), ("q", "dout"), slice(0, 50)),
+    (Case(lengths=((40, 70), (24, 34)), dtype="float16", dim=72, dim_v=72), ("k", "v"), slice(70, None)),
+    (Case(lengths=((40, 70), (24, 34)), causal=True, dtype="bfloat16", dim=40, dim_v=40), ("q", "dout"), slice(40, None))])
 def test_what_descriptors_bring_of_hidden_rows_reaches_no_result(monkeypatch: pytest.MonkeyPatch, case: Case, which: tuple[str, ...],
                                                                  hidden: slice) -> None:
     """They lie inside the tensor, in tiles that are read; those of a second sequence are its own."""
