@@ -91,7 +91,7 @@ def choose(n: int, across: bool, edges: bool = False, forward: bool = True, narr
 
 
 # Longer rows on clusters. By (elements wait in 16 bits, backward): up to which length, columns of a piece, pieces of a thread block at
-# most, warps and registers. A piece is a vector a thread. What counts is bytes of rows that wait on an SM, here 115 to 250 KB ("Rows on
+# most, warps and registers. A piece is a vector a thread. What counts is bytes of rows that wait on an SM, here 115 to 190 KB ("Rows on
 # clusters" in docs/notes/softmax.md works them out), in warps enough to keep it busy (16).
 CLUSTERS = {
     (True, False): ((131072, (1024, 8, 4, 56)), (163840, (1024, 10, 4, 64)), (262144, (1024, 16, 4, 96))),
