@@ -16,7 +16,7 @@ from onchip.launcher import Launcher
 from onchip.softmax.contract import Spec
 from onchip.softmax.triton import plan as plans
 from onchip.softmax.triton import tile_backward, tile_forward
-from onchip.softmax.triton.rows import Rows, fold, narrow
+from onchip.softmax.triton.rows import Rows, fold
 
 PER_THREAD = 2  # CUDA's handle of the calling thread's default stream
 WORDS = 1 << 13  # through which groups exchange: 4 for each thread block
@@ -140,7 +140,7 @@ def _forward(x: Tensor, y: Tensor, mask: Tensor | None, bias: Tensor | None, spe
         return None
     named = {"scale": spec.scale, "WANTED": 2 if spec.summed else int(spec.log), "SCALED": spec.scale != 1.0, "MASKED": mask is not None,
              "CAUSAL": spec.causal}
-    rows = _clustered(rows, x, False, narrow(rows.vector, rows.mask_vector, rows.strides), spec.causal)
+    rows = _clustered(rows, x, False, rows.narrow, spec.causal)
     parts = _parts(rows, x, False) if bias is None and spec.scale != 0.0 else None
     if parts:
         from onchip.softmax.triton.parts_forward import parts_forward
@@ -171,7 +171,7 @@ def _backward(dy: Tensor, y: Tensor, dx: Tensor, spec: Spec) -> Launch | None:
     if rows is None:
         return None
     named = {"scale": spec.scale, "LOG": spec.log, "SCALED": spec.scale != 1.0, "HIDING": spec.hiding}
-    rows = _clustered(rows, y, True, narrow(rows.vector, rows.mask_vector, rows.strides) and dy.dtype == y.dtype)
+    rows = _clustered(rows, y, True, rows.narrow and dy.dtype == y.dtype)
     parts = _parts(rows, y, True) if dy.dtype == y.dtype else None
     if parts:
         from onchip.softmax.triton.parts_backward import parts_backward

@@ -51,6 +51,11 @@ class Rows:
         return self.groups * self.n0
 
     @property
+    def narrow(self) -> bool:
+        """Elements may wait in the 16 bits they came in."""
+        return narrow(self.vector, self.mask_vector, self.strides)
+
+    @property
     def packed(self) -> bool:
         """Tiles take rows across the ends of the innermost dimension."""
         return self.groups > 1 and self.n0 < self.plan.block_m
