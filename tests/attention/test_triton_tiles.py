@@ -1,9 +1,14 @@
 """The interpreted Triton kernels across tile edges: small tiles, so that masked, whole and empty blocks all occur, against float64."""
+import itertools
+
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from onchip.attention.problem import Spec
 from onchip.attention.triton import backward, forward, launch, tiles
+from onchip.attention.triton.common import segment, statistics
 from onchip.testing.attention import Case, Target, build, check, run
 
 TRITON = Target("triton", "cuda" if torch.cuda.is_available() else "cpu")
@@ -21,19 +26,19 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     Case(seq_q=33, seq_k=70, causal=True, mask=(1, 2, 33, 70), sinks=True),
     Case(heads=4, seq_q=17, seq_k=33, bias=(1, 1, 1, 33), softcap=2.0),
     Case(seq_q=17, seq_k=65, dropout_p=0.3, alibi=1, causal=True, dim=24, dim_v=40),
-    Case(lengths=((20, 40), (0, 5), (33, 33)), causal=True)])
+    Case(lengths=((20, 40), (0, 5), (33, 33)), causal=True), Case(lengths=((13, 40), (9, 0), (33, 33)), sinks=True)])
 def test_tile_edges(case: Case) -> None:
     check(case, TRITON)
 
 
-@pytest.mark.parametrize(("case", "descriptors"), [
-    (Case(seq_q=40, seq_k=70, dtype="float16"), 8), (Case(seq_q=40, seq_k=70, causal=True, dtype="bfloat16"), 8),
-    (Case(seq_q=40, seq_k=70, dtype="float16", dim=72, dim_v=80), 8),  # whose last tile of keys ends past the tensor
-    # without those of the statistics, whose heads or sequences do not all start at multiples of 16 bytes
-    (Case(batch=2, heads=4, seq_q=41, seq_k=70, dtype="float16"), 6), (Case(batch=2, seq_q=70, seq_k=70, causal=True, dtype="bfloat16"), 6),
-    (Case(lengths=((40, 70), (9, 40), (33, 65)), dtype="bfloat16"), 6),
-    (Case(lengths=((40, 70), (9, 40), (33, 65)), causal=True, dtype="float16"), 6)])
-def test_whole_tiles_through_descriptors(monkeypatch: pytest.MonkeyPatch, case: Case, descriptors: int) -> None:
+@pytest.mark.parametrize("case", [
+    Case(seq_q=40, seq_k=70, dtype="float16"), Case(seq_q=40, seq_k=70, causal=True, dtype="bfloat16"),
+    Case(seq_q=40, seq_k=70, dtype="float16", dim=72, dim_v=80),  # whose last tile of keys ends past the tensor
+    # whose heads or sequences do not all have a multiple of four rows
+    Case(batch=2, heads=4, seq_q=41, seq_k=70, dtype="float16"), Case(batch=2, seq_q=70, seq_k=70, causal=True, dtype="bfloat16"),
+    Case(lengths=((40, 70), (9, 40), (33, 65)), dtype="bfloat16"),
+    Case(lengths=((41, 70), (9, 40), (33, 65)), causal=True, sinks=True, dtype="float16")])
+def test_whole_tiles_through_descriptors(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     made = []
     monkeypatch.setattr(tiles, "capability", lambda _: (9, 0))
     monkeypatch.setattr(launch, "TMA_PAIRS", 0)
@@ -41,7 +46,7 @@ def test_whole_tiles_through_descriptors(monkeypatch: pytest.MonkeyPatch, case: 
     monkeypatch.setattr(launch, "TensorDescriptor", lambda *args: made.append(args) or original(*args))
     check(case, TRITON)
     runs = 2 if TRITON.device == "cuda" else 1  # `check` runs a GPU twice
-    assert len(made) == descriptors * runs  # K and V forward; Q, dO and two statistics for dK, dV; K and V for dQ
+    assert len(made) == 8 * runs  # K and V forward; Q, dO and two statistics for dK, dV; K and V for dQ
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # the interpreter's, of the sequence that is nothing else
@@ -110,4 +115,30 @@ def test_a_call_counts_as_described_when_all_it_reads_is(monkeypatch: pytest.Mon
     spec = Spec(0, -1, -1, 0.125, 0.0, 0.0, rows, rows, True, False)
     forward.forward(q, k, v, *[None] * 7, spec)
     backward.backward(dout, None, q, k, v, q, torch.zeros(2, 2, rows), *[None] * 7, spec, (True, True, True, False, False))
-    assert asked == [described, described and spoil != "odd rows", described]  # forward; dK and dV, which read the statistics too; dQ
+    assert asked == [described] * 3  # forward; dK and dV; dQ
+
+
+@triton.jit
+def starts_kernel(out, cu_seqlens, heads, length, pitch):
+    """out (B, H) = where each sequence's row statistics begin."""
+    b, h = tl.program_id(0), tl.program_id(1)
+    begin, _ = segment(cu_seqlens, b, length)
+    tl.store(out + b * heads + h, statistics(cu_seqlens, b, h, heads, pitch, begin, 0))
+
+
+@pytest.mark.parametrize("lengths", [(5,), (1, 1, 1, 1, 1, 1), (4, 8, 3, 0, 0, 6, 16), (0, 7, 2, 0)])
+@pytest.mark.parametrize("packed", [True, False])
+def test_row_statistics_lie_apart_and_start_at_16_bytes(lengths: tuple[int, ...], packed: bool) -> None:
+    """Within the room that `backward` makes for them."""
+    heads, spec = 3, Spec(0, -1, -1, 0.125, 0.0, 0.0, max(lengths), max(lengths), True, False)
+    lengths = lengths if packed else (max(lengths),) * len(lengths)
+    shape = (sum(lengths), heads, 8) if packed else (len(lengths), heads, max(lengths), 8)
+    cu = torch.tensor([0, *lengths], device=TRITON.device).cumsum(0).int() if packed else None
+    q = torch.empty(shape, device=TRITON.device)
+    numbers = launch.Layout(q, q, q, None, None, None, cu, spec, {}).numbers
+    out = torch.full((len(lengths), heads), -1, dtype=torch.int64, device=TRITON.device)
+    starts_kernel[tuple(out.shape)](out, cu, heads, numbers["len_q"], numbers["pitch"])
+    runs = sorted((start, start + n) for starts, n in zip(out.tolist(), lengths, strict=True) for start in starts)
+    assert all(start % 4 == 0 for start, _ in runs)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(runs))
+    assert runs[-1][1] <= (1 if packed else len(lengths)) * heads * numbers["pitch"]

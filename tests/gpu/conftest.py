@@ -14,7 +14,4 @@ def _give_back_memory() -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest begin first, so that the others fill the time."""
-    for item in items:
-        if item.get_closest_marker("gpu"):  # torch's own, from a thread of autograd's whose first product it is
-            item.add_marker(pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context"))
     items.sort(key=lambda item: "random_problems" not in item.name)

@@ -25,6 +25,7 @@ from onchip.attention.triton.common import (
     kept,
     load_rows,
     load_tile,
+    lse_index,
     scores,
     segment,
     span,
@@ -37,26 +38,30 @@ from onchip.attention.triton.common import (
 
 @triton.jit(do_not_specialize=launch.RUNTIME)
 def rows_kernel(
-    o, do, lse, dlse, lse2, delta,
+    o, do, lse, dlse, lse2, delta, cu_q,
     o_b: tl.int64, o_h: tl.int64, o_s: tl.int64, do_b: tl.int64, do_h: tl.int64, do_s: tl.int64,
-    len_q, heads, tile_count, UNIT: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
+    len_q, pitch, heads, tile_count, UNIT: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
 ):
-    """Row statistics, (B, H, Sq) fp32, a packed tensor counting as one sequence: Δ = rowsum(dO∘O) − dlse, and lse2 = log₂e · lse.
+    """Row statistics, fp32, laid out as `statistics` says: Δ = rowsum(dO∘O) − dlse, and lse2 = log₂e · lse.
 
     lse2 is ready for p = 2^(x − lse2): +∞ for an empty row, so that p is 0 there and never −∞ − (−∞).
     """
     i0, bh = (tl.program_id(0) % tile_count) * BM, tl.program_id(0) // tile_count
     b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
-    row_ok = i0 + tl.arange(0, BM) < len_q
-    o_tile = load_tile(o, (o_b, o_h, o_s), None, b, h, i0, row_ok, BM, BDV, DV, UNIT, True)
-    do_tile = load_tile(do, (do_b, do_h, do_s), None, b, h, i0, row_ok, BM, BDV, DV, UNIT, True)
+    begin, rows = segment(cu_q, b, len_q)
+    if i0 >= rows:
+        return
+    i = i0 + tl.arange(0, BM)
+    o_tile = load_tile(o, (o_b, o_h, o_s), None, b, h, begin + i0, i < rows, BM, BDV, DV, UNIT, True)
+    do_tile = load_tile(do, (do_b, do_h, do_s), None, b, h, begin + i0, i < rows, BM, BDV, DV, UNIT, True)
     delta_i = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
-    at = statistics(None, b, h, heads, len_q, i0) + tl.arange(0, BM)
+    at = lse_index(cu_q, b, h, heads, len_q, begin) + i
     if dlse is not None:
-        delta_i -= tl.load(dlse + at, mask=row_ok, other=0.0)
-    lse_i = tl.load(lse + at, mask=row_ok, other=0.0)
-    tl.store(delta + at, delta_i, mask=row_ok)
-    tl.store(lse2 + at, tl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E), mask=row_ok)
+        delta_i -= tl.load(dlse + at, mask=i < rows, other=0.0)
+    lse_i = tl.load(lse + at, mask=i < rows, other=0.0)
+    at = statistics(cu_q, b, h, heads, pitch, begin, i)
+    tl.store(delta + at, delta_i, mask=i < rows)
+    tl.store(lse2 + at, tl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E), mask=i < rows)
 
 
 @triton.jit(do_not_specialize=launch.RUNTIME)
@@ -67,7 +72,7 @@ def queries_kernel(
     dq_b: tl.int64, dq_h: tl.int64, dq_s: tl.int64,
     bias_b: tl.int64, bias_h: tl.int64, bias_i: tl.int64, bias_j,
     mask_b: tl.int64, mask_h: tl.int64, mask_i: tl.int64, mask_j, slopes_b,
-    len_q, len_k, heads, group, tile_count, left, right, scale, softcap, threshold: tl.uint32, keep_scale,
+    len_q, len_k, pitch, heads, group, tile_count, left, right, scale, softcap, threshold: tl.uint32, keep_scale,
     TOP_LEFT: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr, WGMMA: tl.constexpr, UNIT: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):
@@ -85,7 +90,7 @@ def queries_kernel(
     i = i0 + tl.arange(0, BM)
     q_tile = load_tile(q, (q_b, q_h, q_s), None, b, h, q_begin + i0, i < rows, BM, BD, D, UNIT, True)
     do_tile = load_tile(do, (do_b, do_h, do_s), None, b, h, q_begin + i0, i < rows, BM, BDV, DV, UNIT, True)
-    at = statistics(cu_q, b, h, heads, len_q, q_begin + i0)
+    at = statistics(cu_q, b, h, heads, pitch, q_begin, i0)
     lse_i, delta_i = load_rows(lse2, None, at, BM), load_rows(delta, None, at, BM)
     key = None if seed is None else tl.load(seed)
     factor = scale * LOG2E if FOLD else 1.0
@@ -129,7 +134,7 @@ def keys_kernel(
     dk_b: tl.int64, dk_h: tl.int64, dk_s: tl.int64, dv_b: tl.int64, dv_h: tl.int64, dv_s: tl.int64,
     bias_b: tl.int64, bias_h: tl.int64, bias_i: tl.int64, bias_j,
     mask_b: tl.int64, mask_h: tl.int64, mask_i: tl.int64, mask_j, slopes_b,
-    len_q, len_k, heads, group, tile_count, left, right, scale, softcap, threshold: tl.uint32, keep_scale,
+    len_q, len_k, pitch, heads, group, tile_count, left, right, scale, softcap, threshold: tl.uint32, keep_scale,
     TOP_LEFT: tl.constexpr, FOLD: tl.constexpr, PRECISION: tl.constexpr, WGMMA: tl.constexpr, UNIT: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):
@@ -167,7 +172,7 @@ def keys_kernel(
                         seen = visible(i[None, :], j[:, None], ok, offset, left, right, mask, (mask_b, mask_h, mask_i, mask_j), b, h)
                         if mask is not None:
                             near = near & (tl.max(seen.to(tl.int32), 0) > 0)
-                    row, at = q_begin + i0, statistics(cu_q, b, h, heads, len_q, q_begin + i0)
+                    row, at = q_begin + i0, statistics(cu_q, b, h, heads, pitch, q_begin, i0)
                     q_tile = load_tile(q, (q_b, q_h, q_s), q_tma, b, h, row, near, BM, BD, D, UNIT, phase != WHOLE)
                     do_tile = load_tile(do, (do_b, do_h, do_s), do_tma, b, h, row, near, BM, BDV, DV, UNIT, phase != WHOLE)
                     lse_i = load_rows(lse2, lse2_tma, at, BM)
@@ -212,12 +217,15 @@ def backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
     dq, dk, dv = (launch.gradient(t, cu_seqlens_q is not None) if need else None for t, need in ((q, need_q), (k, need_k), (v, need_v)))
     call = launch.Call(memo, q, k, v, bias, mask, alibi_slopes, cu_seqlens_q, cu_seqlens_k, dropout_seed, spec,
                        o=out, do=dout, dq=dq, dk=dk, dv=dv)
-    lse2, delta = torch.empty((2, lse.numel() + tiles.MOST_ROWS), dtype=torch.float32, device=q.device)
+    shape = (*lse.shape[:-1], call.numbers["pitch"])
+    lse2, delta = torch.empty((2, math.prod(shape) + tiles.MOST_ROWS), dtype=torch.float32, device=q.device)
+    if need_sinks:
+        lse2.fill_(torch.inf)  # between the rows, too
     tile = tiles.rows(call.numbers["BDV"])
-    tile_count = -(-call.numbers["len_q"] // tile.bm)
-    call(rows_kernel, tile, tile_count * math.prod(lse.shape[:-1]), tile_count=tile_count, lse=lse, dlse=dlse, lse2=lse2, delta=delta)
+    tile_count = -(-spec.max_seqlen_q // tile.bm)
+    call(rows_kernel, tile, tile_count * call.heads * call.sequences, tile_count=tile_count, lse=lse, dlse=dlse, lse2=lse2, delta=delta)
     if need_k or need_v:
-        tile = call.tile("keys", call.describable("q", "do") and call.describable_rows)
+        tile = call.tile("keys", call.describable("q", "do"))
         tile_count = -(-spec.max_seqlen_k // tile.bn)
         call(keys_kernel, tile, tile_count * call.kv_heads * call.sequences, tile_count=tile_count, lse2=lse2, delta=delta,
              q_tma=call.tma("q", tile.bm), do_tma=call.tma("do", tile.bm),
@@ -228,12 +236,12 @@ def backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
         call(queries_kernel, tile, tile_count * call.heads * call.sequences, tile_count=tile_count, lse2=lse2, delta=delta,
              k_tma=call.tma("k", tile.bn), v_tma=call.tma("v", tile.bn))
     dbias = bias_gradient(call, lse2, delta) if need_bias else None
-    dsinks = sink_gradient(sinks, lse, delta[:lse.numel()].view_as(lse)) if need_sinks else None
+    dsinks = sink_gradient(sinks, *(t[:math.prod(shape)].view(shape) for t in (lse2, delta))) if need_sinks else None
     return dq, dk, dv, dbias, dsinks
 
 
-def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """−Σ exp(sink − lse) Δ over each head's rows: a sink is a key of value 0, so its dS is p · (0 − Δ). Rows with lse −∞ have no weight."""
-    lse, delta = (t if t.dim() == 3 else t[None] for t in (lse, delta))
-    weight = torch.exp(sinks.float()[None, :, None] - lse)
-    return torch.where(lse == -torch.inf, 0.0, weight * delta).sum((0, 2)).neg().to(sinks.dtype)
+def sink_gradient(sinks: Tensor, lse2: Tensor, delta: Tensor) -> Tensor:
+    """−Σ exp(sink − lse) Δ over each head's rows: a sink is a key of value 0, so its dS = p · (0 − Δ). Rows with lse2 = ∞ weigh nothing."""
+    lse2, delta = (t if t.dim() == 3 else t[None] for t in (lse2, delta))
+    weight = torch.exp2(sinks.float()[None, :, None] * math.log2(math.e) - lse2)
+    return torch.where(lse2 == torch.inf, 0.0, weight * delta).sum((0, 2)).neg().to(sinks.dtype)

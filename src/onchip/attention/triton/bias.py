@@ -17,7 +17,7 @@ def bias_kernel(
     v_b: tl.int64, v_h: tl.int64, v_s: tl.int64, do_b: tl.int64, do_h: tl.int64, do_s: tl.int64,
     bias_b: tl.int64, bias_h: tl.int64, bias_i: tl.int64, bias_j,
     mask_b: tl.int64, mask_h: tl.int64, mask_i: tl.int64, mask_j, slopes_b,
-    len_q, len_k, heads, group, left, right, scale, softcap, threshold: tl.uint32, keep_scale,
+    len_q, len_k, pitch, heads, group, left, right, scale, softcap, threshold: tl.uint32, keep_scale,
     size_b, size_h, tiles_i, tiles_j, sum_b, sum_h, sum_i, sum_j, parts,
     TOP_LEFT: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, SUM_I: tl.constexpr, SUM_J: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -50,7 +50,7 @@ def bias_kernel(
         qk = dot(q_tile, tl.trans(k_tile), tl.zeros([BM, BN], tl.float32), PRECISION)
         x, _ = scores(qk, i[:, None], j[None, :], ok, offset, scale, softcap, slopes, slopes_b,
                       bias, (bias_b, bias_h, bias_i, bias_j), b, h, False)
-        at = statistics(None, b, h, heads, len_q, i0)
+        at = statistics(None, b, h, heads, pitch, 0, i0)
         p = tl.exp2(x - load_rows(lse2, None, at, BM)[:, None])
         do_tile = load_tile(do, (do_b, do_h, do_s), None, b, h, i0, i < len_q, BM, BDV, DV, UNIT, True)
         v_tile = load_tile(v, (v_b, v_h, v_s), None, b, h // group, j0, j < len_k, BN, BDV, DV, UNIT, True)

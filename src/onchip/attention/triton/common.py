@@ -124,11 +124,24 @@ def store_tile(tensor, at, b, h, row, value, row_ok, ROWS: tl.constexpr, COLS: t
 
 
 @triton.jit
-def statistics(cu_seqlens, b, h, heads, length, first):
-    """Index of a head's row statistics (lse, Δ) at packed row `first`: they are (B, H, Sq) when dense, (H, total) when packed."""
+def lse_index(cu_seqlens, b, h, heads, length, first):
+    """Index of a head's lse at row `first` (of the packed tensor): lse is (B, H, Sq) when dense, (H, total) when packed."""
     if cu_seqlens is None:
         h += b * heads
     return h * length + first
+
+
+@triton.jit
+def statistics(cu_seqlens, b, h, heads, pitch, begin, first):
+    """Index of the backward's own row statistics at row `first` of a sequence: (B, H, pitch) when dense, (H, pitch) when packed.
+
+    Descriptors want every run of rows to start at a multiple of 16 bytes (elsewhere a card of today meets an illegal instruction): a head
+    takes a multiple of four values, and the packed sequence b, whose rows begin at `begin`, has its own from ⌊begin/4⌋·4 + 4b on.
+    """
+    if cu_seqlens is None:
+        return (b * heads + h) * pitch + first
+    else:  # noqa: RET505
+        return h * pitch + (begin // 4 + b) * 4 + first
 
 
 @triton.jit

@@ -17,10 +17,10 @@ from onchip.attention.triton.common import (
     dot,
     kept,
     load_tile,
+    lse_index,
     scores,
     segment,
     span,
-    statistics,
     store_tile,
     visible,
     zeros,
@@ -113,7 +113,7 @@ def forward_kernel(
     if seed is not None:
         inverse *= keep_scale
     lse_i = tl.where(empty, float("-inf"), (m + tl.log2(norm)) * LN2)
-    tl.store(lse + statistics(cu_q, b, h, heads, len_q, q_begin) + i, lse_i, mask=i < rows)
+    tl.store(lse + lse_index(cu_q, b, h, heads, len_q, q_begin) + i, lse_i, mask=i < rows)
     store_tile(o, (o_b, o_h, o_s), b, h, q_begin + i0, acc * inverse[:, None], i < rows, BM, BDV, DV, UNIT)
 
 

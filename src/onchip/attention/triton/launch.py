@@ -17,7 +17,7 @@ from onchip.launcher import Launcher
 # The strides of a bias or mask are left out: whether their rows are contiguous and aligned decides how they are loaded.
 RUNTIME = [
     *(f"{tensor}_{axis}" for tensor in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for axis in "bhs"),
-    *("slopes_b", "len_q", "len_k", "heads", "group", "tile_count", "left", "right", "threshold"),
+    *("slopes_b", "len_q", "len_k", "pitch", "heads", "group", "tile_count", "left", "right", "threshold"),
     *("size_b", "size_h", "tiles_i", "tiles_j", "sum_b", "sum_h", "sum_i", "sum_j", "parts"),
 ]
 
@@ -49,6 +49,7 @@ class Layout:
         d, dv = q.shape[-1], v.shape[-1]
         self.numbers: dict[str, Any] = {
             "len_q": q.shape[0 if packed else 2], "len_k": k.shape[0 if packed else 2],
+            "pitch": (q.shape[0] + 4 * self.sequences if packed else q.shape[2]) + 3 & -4,  # see `common.statistics`
             "heads": self.heads, "group": self.heads // self.kv_heads,
             "slopes_b": slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
             "D": d, "DV": dv, "BD": block(d), "BDV": block(dv, 64 if q.dtype == torch.float32 and d > 32 else 32), "UNIT": unit,
@@ -131,15 +132,9 @@ class Call:
         shape = self.tensors[name].shape
         return shape if len(shape) == 4 else (1, shape[1], shape[0], shape[2])
 
-    @property
-    def describable_rows(self) -> bool:
-        """Can row statistics have descriptors? Not where a head's rows may start off a multiple of 16 bytes: there a card of today meets an
-        illegal instruction."""
-        return self.layout.accelerated and self.tensors["cu_q"] is None and self.numbers["len_q"] % 4 == 0
-
     def tma_rows(self, statistic: Tensor, rows: int) -> TensorDescriptor | None:
         """Descriptor for `rows` values of a row statistic; None where it cannot have one."""
-        return TensorDescriptor(statistic, [statistic.numel()], [1], [rows]) if self.describable_rows else None
+        return TensorDescriptor(statistic, [statistic.numel()], [1], [rows]) if self.layout.accelerated else None
 
 
 def launch(kernel: Any, programs: int, args: list[Any], tile: Tile) -> Any:
