@@ -86,7 +86,7 @@ def watch(sanitizer: str, tool: str, name: str, timeout: float) -> dict[str, obj
     """Run a case under `tool`: its verdict, and what it said if that was not "clean"."""
     start = time.monotonic()
     command = [sanitizer, "--tool", tool, "--target-processes", "application-only", "--print-limit", "20", "--show-backtrace", "device",
-               sys.executable, __file__, "--case", name]
+               "--launch-timeout", "120", sys.executable, __file__, "--case", name]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_MODULE_LOADING": "LAZY", "PYTHONUNBUFFERED": "1"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
@@ -130,7 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="processes side by side")
+    parser.add_argument("--jobs", type=int, default=min(12, os.cpu_count() or 1), help="processes side by side")
     parser.add_argument("--timeout", type=float, default=300, help="seconds a case may take")
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)

@@ -20,6 +20,7 @@ def _fresh(monkeypatch):
     forget()
     monkeypatch.setattr(launch, "_EXCHANGES", {})
     monkeypatch.setattr(api, "_KNOWN", {})
+    monkeypatch.setattr(api, "_LATEST", {})
     yield
     forget()
 
@@ -83,21 +84,26 @@ def test_graphs_and_threads_get_words_of_their_own(monkeypatch, captured):
     assert launch.exchange(device, stream, 0) == ()
 
 
-@pytest.fixture(params=[True, False], ids=["Dynamo's guard", "without it"])
+@pytest.fixture(params=[(True, True), (True, False), (False, True)], ids=["like the latest", "like one before", "without Dynamo's guard"])
 def known(request, monkeypatch):
     """Every call with a tensor like this one that may take the short way does, and says so."""
-    if not request.param:
+    guard, latest = request.param
+    if not guard:
         monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
     monkeypatch.setattr(api, "Tensor", OnCard)  # type(x) is Tensor
     x = torch.randn(3, 5).as_subclass(OnCard)
-    alike = api._alike(x)
+    this = api._alike(x), x.data_ptr() % 16, lambda x, address: "short"
 
     class All(dict):
-        def get(self, key, default):
-            hash(key)
-            return ((alike, x.data_ptr() % 16, lambda x, address: "short"),)
+        def __init__(self, value):
+            self.value = value
 
-    monkeypatch.setattr(api, "_KNOWN", All())
+        def get(self, key, default=None):
+            hash(key)
+            return self.value
+
+    monkeypatch.setattr(api, "_LATEST", All(this if latest else (lambda x: False, 0, None)))
+    monkeypatch.setattr(api, "_KNOWN", All(() if latest else (this,)))
     monkeypatch.setattr(api, "_run", lambda *a, **k: "long")
     return x
 
@@ -146,6 +152,23 @@ def test_nor_do_calls_that_others_take_part_in(known):
     torch.compile(lambda y: seen.append(softmax(known)) or y, backend="eager")(torch.zeros(2))
     assert seen == ["long"] * 8
     assert softmax(known) == "short"
+
+
+@INTERPRETED
+def test_calls_that_alternate_are_all_known(monkeypatch):
+    monkeypatch.setattr(api, "_plain", lambda x: True)
+    monkeypatch.setattr(launch, "quick", lambda x, spec: lambda x, address: (tuple(x.shape), spec.log))
+    tensors = torch.randn(3, 5), torch.randn(4, 7)
+    for x in tensors:
+        softmax(x, backend="triton")
+        api.log_softmax(x, backend="triton")
+    for x in (*tensors, *tensors, tensors[1]):
+        assert softmax(x, backend="triton") == (tuple(x.shape), False)
+        assert api.log_softmax(x, backend="triton") == (tuple(x.shape), True)
+    assert (len(api._KNOWN), len(api._LATEST)) == (4, 2)
+    monkeypatch.setattr(api, "REMEMBERED", 4)
+    softmax(torch.randn(1, 2), backend="triton")
+    assert (len(api._KNOWN), len(api._LATEST)) == (1, 1)
 
 
 @INTERPRETED
