@@ -1,6 +1,5 @@
 """The forward's benchmark: which cells are chosen, and what its clocks and counters say, without a card."""
-import importlib.util
-import sys
+import importlib
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,13 +15,9 @@ EMPTY = Counters("", (), *(None,) * 13)
 
 @pytest.fixture(scope="module")
 def benchmark() -> ModuleType:
-    file = Path(__file__).parents[2] / "benchmarks" / "attention_forward.py"
-    spec = importlib.util.spec_from_file_location("attention_forward", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["attention_forward"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+        return importlib.import_module("attention_forward")
 
 
 def test_cells_are_chosen_by_words_either_word_or_their_whole_name(benchmark):
