@@ -68,6 +68,26 @@ def test_rows_of_several_chunks_that_start_inside_vectors(rows, k, parts, dtype)
     assert launches() == 1 + (parts or DEVICE == "cuda")
 
 
+@DTYPES
+@pytest.mark.parametrize("rows", [3, 11])
+def test_the_ends_of_rows_that_start_inside_vectors(rows, dtype):
+    """Elements of the vectors that a row shares with its neighbours are among its largest, its neighbours' never; rows are in parts, or
+    whole and start at every place of a vector. And where everything is hidden but an end, every place is of the row, once."""
+    x = data(rows, 16_391, dtype=dtype)
+    largest = [0, 3, 7, 16_383, 16_388, 16_390]
+    x[:, largest] += torch.arange(50, 56, device=DEVICE).to(dtype)
+    _, indices = check(x, 6, backend="triton")
+    assert torch.equal(indices.sort(-1).values, torch.tensor(largest, device=DEVICE).expand(rows, 6))
+    x[:] = -INF
+    x[:, 16_390] = 1.0
+    x[0] = 2.0  # what the second row's first vector holds of the first
+    values, indices = softmax_topk(x, 5, backend="triton")
+    assert values[1:, 0].tolist() == [1.0] * (rows - 1)
+    assert (indices[1:, 0] == 16_390).all()
+    assert ((indices >= 0) & (indices < 16_391)).all()
+    assert all(len(set(row.tolist())) == 5 for row in indices)
+
+
 @pytest.mark.parametrize(("dtype", "k"), [(torch.bfloat16, 17), (torch.float32, 40)], ids=str)
 def test_many(dtype, k):
     """More than are put in order by counting. Groups full of the largest, which one warp may hold alone, and none at all."""
@@ -91,7 +111,7 @@ def test_many_of_a_row_with_nan_are_places_of_it(dtype):
 
 @pytest.mark.parametrize("rows", [1, 7, 131, 1024, 1100, 5368, 10**6])
 @pytest.mark.parametrize("runs", [2, 9, 25, 50, 128, 1024])
-@pytest.mark.parametrize("most", [4, 8])
+@pytest.mark.parametrize("most", [4, 5, 8, 10])
 def test_parts_and_chunks_hold_the_row_and_leave_little_empty(rows, runs, most):
     vectors, chunks = topk.chunks_of(runs, most)
     assert vectors <= most
@@ -104,11 +124,38 @@ def test_parts_and_chunks_hold_the_row_and_leave_little_empty(rows, runs, most):
     assert rows < 5000 or parts == -(-chunks // 16)
 
 
-def test_a_row_may_end_in_the_last_but_one_chunk():
-    """Chunks are of 6144 to 8192 elements here; 28 of 6144 end at 172032, 5 elements past a row that begins with its vector."""
-    x = data(2, 172_027, dtype=torch.bfloat16)
-    x[1, :8] = 100.0  # what follows the first row
-    check(x, 3, backend="triton")
+def test_rows_of_50257_are_read_whole_in_rounds_that_leave_few_programs_to_the_last():
+    """2670 of them (2²⁷ elements) on 132 SMs: not in two parts, which a second kernel would have to merge."""
+    plan = topk.plan_of(2670, 50_257, True, False, 8, 132)
+    assert plan.parts == 1
+    assert plan.vectors * plan.chunks == 50
+    assert plan.chunks <= plan.groups == 7  # one is for the ends
+    assert 2670 / plan.at_once(132) % 1 >= 0.5
+    assert topk.plan_of(5368, 25_000, False, False, 8, 132) == (5, 5, 1, 8, 48)
+    assert topk.plan_of(1024, 131_072, False, False, 8, 132) == (8, 16, 1, 8, 64)
+    assert topk.plan_of(1, 50_257, True, False, 8, 132).parts == 10
+
+
+def test_programs_start_apart_where_they_nearly_fill_an_sm(monkeypatch):
+    """Ten of them: where there are fewer, one that waits is a loss."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def first_round(rows):
+        part, *_ = topk._launches(torch.empty((rows, 25_000), dtype=torch.bfloat16, device="meta"), 8, -1, False)
+        return dict(zip(part.kernel.arg_names[part.tensors:], part.rest, strict=True))["first_round"]
+
+    assert [first_round(rows) for rows in (1, 7, 8, 100)] == [0, 0, 10, 10]
+
+
+def test_a_row_may_end_in_the_last_but_one_chunk(monkeypatch):
+    """Its whole vectors, that is: of the second row's 8193 elements, 7 lie before them, 2 behind, and 8184 in eight chunks of nine."""
+    monkeypatch.setattr(topk, "chunks_of", lambda *_: (1, 9))
+    x = data(3, 8193, dtype=torch.bfloat16)
+    x[2, :8] = 100.0  # what follows the second row
+    x[1, [0, 6, 8190, 8191, 8192]] = 50.0
+    forget()
+    check(x, 5, backend="triton")
+    forget()
 
 
 def test_a_group_may_reach_beyond_its_part():

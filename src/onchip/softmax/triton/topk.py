@@ -9,7 +9,7 @@ sorting sees only a few elements of a row.
 Rows of up to 1024 elements are sorted whole, several by one program. A *key* is an integer in the order of the values, with the place
 below it. A NaN need not be among the maxima, nor then among the largest: it makes l NaN, and so all values of its row.
 """
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,6 +23,8 @@ from onchip.softmax.triton.topk_keys import MAXIMA
 WHOLE = 1024  # elements of the longest row that is sorted at once
 WARPS = 4  # of a program. Two, with half the instructions a selection: 25000 columns 3 to 5 % slower, 50257 no faster
 VECTORS = 8  # runs that a thread reads at once, at most; in float32 half as many
+WIDER = 10  # the same where, with as many as VECTORS, a last round of few programs would follow: other programs, other rounds
+STAGGER = 1200  # clocks between the starts of an SM's first programs, where these nearly fill it
 REGISTERS_PER_SM = 2**16
 
 
@@ -73,6 +75,40 @@ def parts_of(rows: int, chunks: int, most: int, programs: int) -> int:
     return triton.cdiv(chunks, triton.cdiv(chunks, parts))
 
 
+class Plan(NamedTuple):
+    """How rows are read by programs of WARPS warps."""
+
+    vectors: int  # runs that a thread reads at once: with those of all threads, a chunk
+    chunks: int  # of a row
+    parts: int  # that a row is cut in
+    groups: int  # of a thread and a part, at most, without the one of the row's ends
+    registers: int  # of a thread, which suffice: nothing is spilled
+
+    def at_once(self, sms: int) -> int:
+        """Programs that fit on so many SMs."""
+        return REGISTERS_PER_SM // (32 * WARPS * self.registers) * sms
+
+
+def plan_of(rows: int, n: int, edges: bool, wide: bool, most: int, sms: int) -> Plan:
+    """The plan of so many rows of n elements, in float32 (`wide`) or 16 bits; `most`: k's power of two.
+
+    2670 rows of 50257 columns in bf16: chunks of five runs and 48 registers make ten programs an SM, 2.02 rounds, and rows would be cut in
+    two, to be merged. Ten runs and 72 registers make seven, 2.9 rounds, with 140 KB under way in place of 100.
+    """
+    few = most <= MAXIMA.value
+    groups, runs = (8, 16) if few else (16, 8)  # of a thread, and of a group, at most: a register each, and candidates for each of k
+    groups -= edges
+    found = []
+    for at_once in (VECTORS, WIDER) if few else (VECTORS,):
+        vectors, chunks = chunks_of(triton.cdiv(n, 32 * WARPS * kernels.RUN.value), at_once // 2 if wide else at_once)
+        registers = 96 if not few else 72 if at_once > VECTORS else 64 if wide or vectors > 5 or most > 8 else 48
+        plan, longest = Plan(vectors, chunks, 1, groups, registers), groups * (runs // vectors)
+        found.append(plan._replace(parts=parts_of(rows, chunks, longest, plan.at_once(sms))))
+        if found[-1].parts == triton.cdiv(chunks, longest):
+            return found[-1]
+    return found[0]
+
+
 def _launches(x: Tensor, k: int, dim: int, renormalise: bool) -> tuple[Any, ...] | None:
     """The launches of a call."""
     rows = fold({"x": x}, dim, wide=("x",))
@@ -86,23 +122,21 @@ def _launches(x: Tensor, k: int, dim: int, renormalise: bool) -> tuple[Any, ...]
         block_m = WHOLE // width
         return (Launch(kernels.whole, triton.cdiv(rows.count, block_m), 4, {**place, **sorting, "BLOCK_M": block_m, "BLOCK_N": width},
                        {"num_warps": 4}),)
-    wide, few = narrow == "fp32", most <= MAXIMA.value
+    wide = narrow == "fp32"
     on_card = x.device.type in ("cuda", "meta") and torch.cuda.is_available()  # `onchip inspect` makes launches for meta tensors
     sms = torch.cuda.get_device_properties(x.device if x.device.type == "cuda" else None).multi_processor_count if on_card else 1
-    window = rows.n + (rows.vector - 1) * rows.edges
-    run = 32 * WARPS * kernels.RUN.value
-    vectors, chunks = chunks_of(triton.cdiv(window, run), VECTORS // 2 if wide else VECTORS)
-    groups, runs = (8, 16) if few else (16, 8)  # of a thread, and of a group, at most: a register each, and candidates for each of k
-    registers = 96 if not few else 64 if wide or vectors > 5 or most > 8 else 48  # which suffice: nothing is spilled
-    parts = parts_of(rows.count, chunks, groups * (runs // vectors), REGISTERS_PER_SM // (32 * WARPS * registers) * sms)
+    plan = plan_of(rows.count, rows.n, rows.edges, wide, most, sms)
+    vectors, chunks, parts = plan.vectors, plan.chunks, plan.parts
     a_part = triton.cdiv(chunks, parts)
-    group = vectors * triton.cdiv(a_part, groups)
-    reach = (window + run * vectors) * max(1, rows.strides["x"][3])
-    named = {**place, **sorting, "parts": parts, "chunks": chunks, "a_part": a_part, "VECTOR": rows.vector, "EDGES": rows.edges,
+    group = vectors * triton.cdiv(a_part, plan.groups)
+    at_once = plan.at_once(sms)
+    reach = (rows.n + 32 * WARPS * kernels.RUN.value * vectors) * max(1, rows.strides["x"][3])
+    named = {**place, **sorting, "parts": parts, "chunks": chunks, "a_part": a_part, "sms": sms, "stagger": STAGGER,
+             "first_round": at_once if rows.count * parts >= 0.75 * at_once else 0, "VECTOR": rows.vector, "EDGES": rows.edges,
              "WIDE": reach >= 2**31, "FLAT": rows.groups == 1, "WARPS": WARPS, "VECTORS": vectors, "GROUP": group,
-             "GROUPS": max(triton.next_power_of_2(triton.cdiv(a_part * vectors, group)), most // 32),
+             "GROUPS": max(triton.next_power_of_2(triton.cdiv(a_part * vectors, group) + rows.edges), most // 32),
              "Q": max(triton.next_power_of_2(group) * kernels.RUN.value, 32 * WARPS // most), "ALONE": parts == 1}
-    options = {"num_warps": WARPS} | ({"maxnreg": registers} if on_card else {})
+    options = {"num_warps": WARPS} | ({"maxnreg": plan.registers} if on_card else {})
     part = Launch(kernels.part, rows.count * parts, 4, named, options)
     if parts == 1:
         return (part,)

@@ -8,6 +8,19 @@ from onchip.softmax.triton.topk_keys import MAXIMA, are, keys_of, largest_keys, 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # the first m: finite, so that −∞ − m is not NaN
 RUN = tl.constexpr(8)  # neighbours that a thread reads at once
+NOWHERE = tl.constexpr(2**29)  # a place beyond all rows
+WAIT = tl.constexpr("""{
+    .reg .pred early;
+    .reg .u32 begun, now;
+    mov.u32 begun, %clock;
+wait:
+    mov.u32 now, %clock;
+    sub.u32 now, now, begun;
+    setp.lt.u32 early, now, $1;
+    @early nanosleep.u32 20;
+    @early bra wait;
+    mov.u32 $0, now;
+}""")
 
 
 @triton.jit
@@ -67,22 +80,21 @@ def _widen(s, NARROW: tl.constexpr):
 
 @triton.jit
 def _first(group, GROUP: tl.constexpr, THREADS: tl.constexpr):
-    """Place w of a group's first element. A group's runs lie THREADS runs apart, so that threads read neighbours."""
+    """Place of a group's first element. A group's runs lie THREADS runs apart, so that threads read neighbours."""
     return (group // THREADS * (GROUP * THREADS) + group % THREADS) * RUN
 
 
 @triton.jit
-def _inside(s, w, n, EDGES: tl.constexpr, NARROW: tl.constexpr):
-    """s, −∞ outside of the row where loads do not see to it: two 16-bit elements by one instruction, where selects take them apart."""
-    if EDGES:
-        keep = w.to(tl.uint32, bitcast=True) < n
-        if NARROW == "fp32" or INTERPRETED:
-            s = tl.where(keep, s, tl.full([1, 1], float("-inf"), tl.float32).to(s.dtype))
-        else:
-            infinity: tl.constexpr = "0xff80ff80" if NARROW == "bf16" else "0xfc00fc00"
-            s = tl.inline_asm_elementwise("lop3.b32 $0, $1, $2, " + infinity + ", 0xe2;", "=r,r,r", [s, (-keep.to(tl.int32)).to(tl.int16)],
-                                          dtype=s.dtype, is_pure=True, pack=2)
-    return s
+def _away(q, THREADS: tl.constexpr):
+    """Places from a group's first element to its q-th one."""
+    return q // RUN * (THREADS * RUN) + q % RUN
+
+
+@triton.jit
+def _ends(t, head, end, n, first, VECTOR: tl.constexpr):
+    """Place of the t-th element of the vectors before the first whole one and behind the last one, and whether it is the first part's."""
+    p = tl.where(t < VECTOR, t, end + t) - VECTOR
+    return p, (p >= -head) & (p < n - head) & (t < 2 * VECTOR) & (first == 0)
 
 
 @triton.jit
@@ -127,70 +139,95 @@ def _noted(maxima, largest, here, SPAN: tl.constexpr):
 
 
 @triton.jit
-def part(x, values, indices, sums, strides_x, n, n0, n1, parts, chunks, a_part, k: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
-          WIDE: tl.constexpr, FLAT: tl.constexpr, WARPS: tl.constexpr, VECTORS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-          Q: tl.constexpr, K: tl.constexpr, NARROW: tl.constexpr, RENORMALISE: tl.constexpr, ALONE: tl.constexpr):
+def _one_after_another(first_round, sms, stagger):
+    """The programs of an SM that start together, those of the `first_round`, begin `stagger` clocks after each other, so that they do not
+    come to their selections all at once, with nothing being read."""
+    if not INTERPRETED:  # noqa: SIM102  of the two conditions one is a constant
+        if tl.program_id(0) < first_round:
+            tl.inline_asm_elementwise(WAIT, "=r,r", [tl.program_id(0) // sms * stagger], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def part(x, values, indices, sums, strides_x, n, n0, n1, parts, chunks, a_part, first_round, sms, stagger, k: tl.constexpr,
+          VECTOR: tl.constexpr, EDGES: tl.constexpr, WIDE: tl.constexpr, FLAT: tl.constexpr, WARPS: tl.constexpr, VECTORS: tl.constexpr,
+          GROUP: tl.constexpr, GROUPS: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, NARROW: tl.constexpr, RENORMALISE: tl.constexpr,
+          ALONE: tl.constexpr):
     """A row, or (not ALONE) a part of one: s and w of its k largest instead of values and indices, and its m and l.
 
     A part has `a_part` of the row's `chunks`, of VECTORS runs a thread, and each thread at most GROUPS groups of it, of GROUP runs. Chunks
-    wholly inside the row are read without masks.
+    wholly inside the row are read without masks. Places p count from the row's first whole vector. EDGES: what lies before that and behind
+    the last one is read an element a thread, by the first part; it is alone in the last group of its thread.
     """
+    _one_after_another(first_round, sms, stagger)
     THREADS: tl.constexpr = 32 * WARPS
     CHUNK: tl.constexpr = THREADS * RUN * VECTORS
     row = tl.cast(tl.program_id(0) // parts, tl.int64)
     start = row * strides_x[2]
     if not FLAT:
         start = row // n0 // n1 * strides_x[0] + row // n0 % n1 * strides_x[1] + row % n0 * strides_x[2]
-    before = (start % VECTOR).to(tl.int32) if EDGES else 0
-    end = before + n
-    x += start // VECTOR * VECTOR
+    head = VECTOR - 1 - ((start + (VECTOR - 1)) % VECTOR).to(tl.int32) if EDGES else 0  # elements before the first whole vector
+    end = (n - head) // VECTOR * VECTOR if EDGES else n
+    x += (start + (VECTOR - 1) * EDGES) // VECTOR * VECTOR
     step = strides_x[3].to(tl.int64) if WIDE else strides_x[3]
     first = tl.program_id(0) % parts * a_part
     last = tl.minimum(first + a_part, chunks)
-    begin = first + 1 if EDGES and first == 0 else first
-    inner = tl.minimum(last, tl.maximum(end // CHUNK, begin))
+    inner = tl.minimum(last, tl.maximum(end // CHUNK, first))
     m, shift = tl.full([THREADS], LOWEST, tl.float32), tl.full([THREADS], LOWEST, tl.float32)
     l = tl.zeros([THREADS], tl.float32)
     SPAN: tl.constexpr = GROUP // VECTORS  # chunks of a group
-    g, t = tl.arange(0, GROUPS)[:, None], tl.arange(0, THREADS)[None, :]
+    g, t = tl.arange(0, GROUPS)[:, None], tl.arange(0, THREADS)
     maxima = tl.full([GROUPS, THREADS], float("-inf"), tl.float32)
-    w0 = tl.arange(0, THREADS)[:, None] * RUN + tl.arange(0, RUN)[None, :]
-    for j in range(inner - (begin - first), last):  # the row's first chunk and its last ones
-        at = first if j < inner else j
+    if EDGES:
+        place, exists = _ends(t, head, end, n, first, VECTOR)
+        alone = tl.load(x + place, mask=exists, other=float("-inf"))
+    p0 = t[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    for at in range(inner, last):  # the row's last chunk, or two
         xs = ()
         for r in tl.static_range(VECTORS):
-            w = w0 + (at * CHUNK + r * (THREADS * RUN))
-            s = tl.load(x + w * step, mask=w // VECTOR * VECTOR < end, other=float("-inf"))
-            xs = xs + (_inside(s, w - before, n, EDGES, NARROW),)  # noqa: RUF005  Triton has no stars
+            p = p0 + (at * CHUNK + r * (THREADS * RUN))
+            xs = xs + (tl.load(x + p * step, mask=p // VECTOR * VECTOR < end, other=float("-inf")),)  # noqa: RUF005  Triton has no stars
         m, shift, l, largest = _scan(xs, m, shift, l, VECTORS, NARROW)
         maxima = _noted(maxima, largest, g == (at - first) // SPAN, SPAN)
-    at_chunk = x + (w0 * step + tl.cast(begin, tl.int64) * CHUNK * strides_x[3])
-    for at in range(begin, inner):
+    at_chunk = x + (p0 * step + tl.cast(first, tl.int64) * CHUNK * strides_x[3])
+    for at in range(first, inner):
         xs = ()
         for r in tl.static_range(VECTORS):
             xs = xs + (tl.load(at_chunk + r * (THREADS * RUN) * step),)  # noqa: RUF005
         at_chunk += CHUNK * step
         m, shift, l, largest = _scan(xs, m, shift, l, VECTORS, NARROW)
         maxima = _noted(maxima, largest, g == (at - first) // SPAN, SPAN)
+    if EDGES:
+        m, shift, l, largest = _scan((alone.to(tl.float32)[:, None],), m, shift, l, 1, "fp32")
+        maxima = _noted(maxima, largest, g == GROUPS - 1, 1)
 
-    best = largest_keys(keys_of(maxima, g * THREADS + t, NARROW), k, k, K, WARPS)  # [K]; groups outside of the row are the last of −∞
-    found, i = value_of(best, NARROW), tl.arange(0, K)
+    keys = keys_of(maxima, g * THREADS + t[None, :], NARROW)
+    best = largest_keys(keys, k, k, K, WARPS)  # [K]; groups outside of the row are the last of −∞
+    found, group, i = value_of(best, NARROW), place_of(best, NARROW), tl.arange(0, K)
     m = tl.maximum(tl.max(found, axis=0), LOWEST)
     l = tl.sum(l * tl.exp2(-_fused(m, _factor(m), shift)), axis=0)
 
-    place = first * CHUNK + _first(place_of(best, NARROW), GROUP, THREADS) - before
-    place = tl.where(i < k, place, 2**30)
+    bound = tl.minimum(end, last * CHUNK)  # a part's last group may reach beyond it
+    p = first * CHUNK + _first(group, GROUP, THREADS)
+    exists = p < bound
+    if EDGES:
+        single = group >= (GROUPS - 1) * THREADS
+        lone, there = _ends(group % THREADS, head, end, n, first, VECTOR)
+        p, exists = tl.where(single, lone, p), tl.where(single, there, exists)
+    place = tl.where(exists & (i < k), p, NOWHERE)
     q = tl.arange(0, K * Q)  # all candidates
-    w = tl.gather(place, q // Q, 0) + tl.where(q % Q // RUN < GROUP, q % Q // RUN * (THREADS * RUN) + q % RUN, 2**30)
-    keep = w.to(tl.uint32, bitcast=True) < tl.minimum(n, last * CHUNK - before)  # a part's last group may reach beyond it
-    s = tl.load(x + before * step + (w.to(tl.int64) if WIDE else w) * step, mask=keep, other=0.0).to(tl.float32)
+    p, away = tl.gather(place, q // Q, 0), tl.where(q % Q // RUN < GROUP, _away(q % Q, THREADS), NOWHERE)
+    if EDGES:
+        bound = tl.where(p.to(tl.uint32, bitcast=True) < bound, bound, tl.minimum(p + 1, NOWHERE))
+    p += away
+    keep = p < bound
+    s = tl.load(x + (p.to(tl.int64) if WIDE else p) * step, mask=keep, other=0.0).to(tl.float32)
     keys, rounds = tl.where(keep, keys_of(s, q, NARROW), no_keys(q, NARROW)), k
     if K > MAXIMA:  # the k largest maxima are among them, so nothing below the least of these is
         least = tl.min(tl.where(i < k, found, float("inf")), axis=0)
         rounds = tl.minimum(k, most_of(keep & ~(s < least), WARPS))
     best = largest_keys(keys, k, rounds, K, WARPS)
     s, q = value_of(best, NARROW), tl.where(i < k, place_of(best, NARROW), 0)
-    w = tl.gather(place, q // Q, 0) + (q % Q // RUN * (THREADS * RUN) + q % RUN)
+    w = tl.gather(place, q // Q, 0) + _away(q % Q, THREADS) + head
     to = tl.cast(tl.program_id(0), tl.int64)
     if ALONE:
         tl.store(values + to * k + i, tl.reshape(_weights(s[None, :], i[None, :], m, l, k, RENORMALISE), [K]), mask=i < k)
