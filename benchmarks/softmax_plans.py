@@ -2,13 +2,16 @@
 
     python benchmarks/softmax_plans.py --widths 512 4096 --passes forward --json plans.json
     python benchmarks/softmax_plans.py --widths 151936 --clusters 1024,10,4,64 1024,16,4,120
+    python benchmarks/softmax_plans.py --widths 8192 --passes mask --tiles 1,8192,4,64,1 --turns 64 512
 
 Those of `--tiles` and `--clusters` are tried where they hold the row. Without them the candidates are the present plan and its
-neighbours: half and twice the rows and warps, rows that wait in 16 bits, clusters. Rates are of compulsory bytes, as in
+neighbours: half and twice the rows and warps, rows that wait in 16 bits, clusters. The passes 'causal' and 'mask' are forward ones, of the
+shapes that benchmarks/softmax.py measures; a mask's groups may take `--turns`. Rates are of compulsory bytes, as in
 benchmarks/softmax.py, which measures what the library does with the winner.
 """
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -16,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -24,27 +28,44 @@ from onchip.cli.common import whole_file
 from onchip.softmax.contract import Spec
 from onchip.softmax.triton import launch, plan, rows
 from onchip.softmax.triton.plan import Plan
-from softmax import DTYPES, buffers, implementations, timed
+from softmax import CAUSAL, DTYPES, buffers, implementations, softmax, timed
 
 MOST_WARPS = 32  # of a block
+PASSES = ("forward", "backward", "causal", "mask")
+
+
+class Candidate(NamedTuple):
+    """A plan, and how many tiles a group has at a turn where groups share a mask; None: as the library has it."""
+
+    plan: Plan
+    turn: int | None = None
 
 
 @contextmanager
-def forced(wanted: Plan) -> Iterator[None]:
+def forced(wanted: Candidate) -> Iterator[None]:
     """Rows are served as `wanted` says."""
     rows.layout.cache_clear()
-    alone = wanted if wanted.parts == 1 else replace(wanted, parts=1)
+    alone = wanted.plan if wanted.plan.parts == 1 else replace(wanted.plan, parts=1)
+    turn = property(lambda found: math.gcd(found.tiles_a_group, wanted.turn) if wanted.turn else 0)
     with (patch.object(plan, "choose", lambda *_: alone), patch.object(plan, "choose_parts", lambda *_: None),
-          patch.object(launch, "_clustered", lambda found, *_: replace(found, plan=wanted))):
+          patch.object(launch, "_clustered", lambda found, *_: replace(found, plan=wanted.plan)),
+          patch.object(rows.Rows, "shared", rows.Rows.shared if wanted.turn is None else turn)):
         yield
     rows.layout.cache_clear()
 
 
-def neighbours(n: int, backward: bool, dtype: torch.dtype) -> list[Plan]:
+def shape_of(n: int, what: str, elements: int) -> tuple[int, ...]:
+    """(rows, n); where positions are hidden (groups, rows, n), those of benchmarks/softmax.py or squares."""
+    if what in ("forward", "backward"):
+        return elements // n, n
+    return next((shape for shape in CAUSAL if shape[-1] == n), (max(1, elements // n**2), min(n, elements // n), n))
+
+
+def neighbours(n: int, what: str, dtype: torch.dtype) -> list[Plan]:
     """Tiles worth a try for rows of n elements, the present one first."""
-    waits, width = dtype.itemsize == 2, 1 << (n - 1).bit_length()
-    present = plan.choose(n, False, forward=not backward, narrow=waits)
-    beyond = n > plan.CLUSTERS_BEYOND[waits, backward] and plan.choose_cluster(n, backward, waits)
+    waits, width, backward = dtype.itemsize == 2, 1 << (n - 1).bit_length(), what == "backward"
+    present = plan.choose(n, False, forward=not backward, narrow=waits, triangle=what == "causal", masked=what == "mask")
+    beyond = what != "causal" and n > plan.CLUSTERS_BEYOND[waits, backward] and plan.choose_cluster(n, backward, waits)
     found = [beyond] if beyond else [present] if present.resident else []
     if width <= 32768:
         least = present.block_m if width < plan.SHORT_TILE else 1
@@ -64,54 +85,77 @@ def held(n: int, piece: int, most: int, *_: int) -> bool:
     return piece * most < n <= 16 * piece * most
 
 
-def made(wanted: Plan, tensors: tuple[torch.Tensor, ...]) -> Callable[..., None]:
-    """The launch of (x, y), or of (dy, y, dx), by a plan."""
+def made(wanted: Candidate, tensors: tuple[torch.Tensor, ...], what: str) -> Callable[..., None]:
+    """The launch of (x, y), of (x, y, mask, x), or backward of (dy, y, dx), by a plan."""
+    x, *others = tensors
     with forced(wanted):
-        if len(tensors) == 2:
-            return launch._forward(*tensors, None, None, Spec(-1, False, 1.0, False, False, tensors[0].dtype))
-        return launch._backward(*tensors, Spec(-1, False, 1.0, False, False, tensors[0].dtype))
+        if what == "backward":
+            return launch._backward(x, *others, Spec(-1, False, 1.0, False, False, x.dtype))
+        mask = others[1] if what == "mask" else None
+        return launch._forward(x, others[0], mask, None, Spec(-1, False, 1.0, what == "causal", what != "forward", x.dtype))
 
 
-def compile_one(wanted: Plan, shape: tuple[int, int], dtype: torch.dtype, backward: bool) -> str:
+def arguments(what: str, x: torch.Tensor, out: torch.Tensor, beside: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    """Tensors of a launch, as `made` has them: `beside` is the mask, shared by all groups, or y where x is dy."""
+    if what == "backward":
+        return x, beside, out
+    return x, out, x if beside is None else beside.view(torch.uint8).expand(x.shape), x
+
+
+def beside_of(what: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """The mask: of what a triangle leaves."""
+    return torch.ones(shape[-2:], dtype=torch.bool, device="cuda").tril(shape[-1] - shape[-2]) if what == "mask" else None
+
+
+def compile_one(wanted: Candidate, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> str:
     """Into Triton's cache, in a process of its own; why not, if not."""
     try:
-        tensors = tuple(torch.empty(shape, dtype=dtype, device="cuda") for _ in range(2 + backward))
-        made(wanted, tensors)(*tensors, *tensors[:1], *tensors[:1])
+        x, out = (torch.empty(shape, dtype=dtype, device="cuda") for _ in range(2))
+        tensors = arguments(what, x, out, x if what == "backward" else beside_of(what, shape))
+        made(wanted, tensors, what)(*tensors)
         torch.cuda.synchronize()
     except Exception as reason:
         return str(reason).strip().splitlines()[0][:100]
     return ""
 
 
-def measure(n: int, candidates: list[Plan], dtype: torch.dtype, backward: bool, elements: int, repeats: int) -> list[dict]:
-    """Each candidate's rate, checked; a copy's and quack's beside them."""
-    shape = (elements // n, n)
-    xs, dys = buffers(shape, dtype, 2)
-    ys, sets, calls = [torch.softmax(x, -1) for x in xs], len(xs), {}
-    out, right = torch.empty_like(xs[0]), ys[0].double()[:64]
+def measure(n: int, candidates: list[Candidate], dtype: torch.dtype, what: str, elements: int, repeats: int) -> list[dict]:
+    """Each candidate's rate, checked; a copy's and quack's beside them, where positions are hidden the plain kernel's."""
+    shape, backward = shape_of(n, what, elements), what == "backward"
+    xs, dys = buffers(shape, dtype, 1 + backward) if backward else (*buffers(shape, dtype), None)
+    mask, sets, calls = beside_of(what, shape), len(xs), {}
+    out, some = torch.empty_like(xs[0]), torch.linspace(0, xs[0].numel() // n - 1, 64, device="cuda").long()
+    s = xs[0].view(-1, n)[some].double()
+    if what in ("causal", "mask"):
+        s = s.masked_fill(torch.arange(n, device="cuda") > (some % shape[-2] + n - shape[-2])[:, None], -torch.inf)
+    right, ys = torch.softmax(s, -1), [torch.softmax(x, -1) for x in xs] if backward else None
     if backward:
-        d = dys[0][:64].double()
-        right = right * (d - (right * d).sum(-1, keepdim=True))
+        d, p = (t.view(-1, n)[some].double() for t in (dys[0], ys[0]))
+        right = p * (d - (p * d).sum(-1, keepdim=True))
+    sources, others = (dys, ys) if backward else (xs, [mask] * sets)
     for wanted in candidates:
-        run = made(wanted, (dys[0], ys[0], out) if backward else (xs[0], out))
+        run = made(wanted, arguments(what, sources[0], out, others[0]), what)
         out.fill_(torch.nan)
-        arguments = (lambda i: (dys[i], ys[i], out)) if backward else (lambda i: (xs[i], out, xs[i], xs[i]))
-        run(*arguments(0))
-        wrong = ((out[:64].double() - right).abs().max() / right.abs().max()).item()
+        run(*arguments(what, sources[0], out, others[0]))
+        wrong = ((out.view(-1, n)[some].double() - right).abs().max() / right.abs().max()).item()
         if not wrong <= 4 * torch.finfo(dtype).eps or out.isnan().any():
             sys.exit(f"{wanted}: wrong by {wrong}")
-        calls[wanted] = lambda i, run=run, arguments=arguments: run(*arguments(i % sets))
+        calls[wanted] = lambda i, run=run: run(*arguments(what, sources[i % sets], out, others[i % sets]))
     calls["copy"] = lambda i: out.copy_(xs[i % sets])
     quack = implementations().get("quack")
-    if quack:
+    if what in ("causal", "mask"):
+        calls["plain"] = lambda i: softmax(xs[i % sets])
+    elif quack:
         for x in xs:
             x.requires_grad_(backward)
         kept = [quack(x) for x in xs]
         calls["quack"] = ((lambda i: torch.autograd.grad(kept[i % sets], xs[i % sets], dys[i % sets], retain_graph=True)) if backward
                           else lambda i: quack(xs[i % sets]))
-    passes = {name: 2 + (backward and name != "copy") for name in calls}
-    return [{"n": n, "pass": "backward" if backward else "forward", "plan": name if isinstance(name, str) else asdict(name),
-             "us": round(us, 2), "tb_per_s": round(passes[name] * out.nbytes / us / 1e6, 3)} for name, us in timed(calls, repeats).items()]
+    seen = 1 - (shape[-2] - 1) / (2 * n)  # of a triangle
+    passes = {"forward": 2, "backward": 3, "causal": 1 + seen, "mask": 2 + 1 / (shape[0] * dtype.itemsize)}[what]
+    return [{"n": n, "pass": what, "plan": name if isinstance(name, str) else {**asdict(name.plan), "turn": name.turn}, "us": round(us, 2),
+             "tb_per_s": round((2 if name in ("copy", "plain") else passes) * out.nbytes / us / 1e6, 3)}
+            for name, us in timed(calls, repeats).items()]
 
 
 def shown(found: dict) -> str:
@@ -123,17 +167,30 @@ def shown(found: dict) -> str:
         tile = [p["parts"], p["pieces"], p["block_n"]] if p["parts"] > 1 else [p["block_m"], p["block_n"]]
         what = f"{' × '.join(map(str, tile))}, {p['warps']} warps" + ", 16 bits" * p["narrow"]
         what += f", {p['registers']} registers" if p["registers"] else ""
+        what += f", turns of {p['turn']}" if p["turn"] is not None else ""
     return f"  {found['tb_per_s']:.3f} TB/s {found['us']:8.2f} µs  {what}{found.get('note', '')}"
+
+
+def whole_numbers(names: str) -> Callable[[str], tuple[int, ...]]:
+    """What reads an option's value, one whole number for each of `names`."""
+    def read(text: str) -> tuple[int, ...]:
+        found = text.split(",")
+        if len(found) != len(names.split(",")) or not all(one.isdecimal() for one in found):
+            raise argparse.ArgumentTypeError(f"got {text!r}, accepted: whole numbers {names}")
+        return tuple(map(int, found))
+    return read
 
 
 def main() -> None:
     """Compile side by side, time one by one, print each width's table best first."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--widths", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096, 8192, 16384, 32768])
-    parser.add_argument("--passes", nargs="+", choices=("forward", "backward"), default=("forward", "backward"))
+    parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES[:2])
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--tiles", nargs="+", metavar="M,N,WARPS,REGISTERS,WAITS", help="tiles to try; 0 registers: no limit")
-    parser.add_argument("--clusters", nargs="+", metavar="PIECE,MOST,WARPS,REGISTERS", help="blocks of clusters to try")
+    for name, names, what in (("--tiles", "M,N,WARPS,REGISTERS,WAITS", "tiles to try; 0 registers: no limit"),
+                              ("--clusters", "PIECE,MOST,WARPS,REGISTERS", "blocks of clusters to try"),
+                              ("--turns", "TILES", "how many a group that shares a mask has at a turn, to try; 0: no turns")):
+        parser.add_argument(name, nargs="+", type=whole_numbers(names), default=(), metavar=names, help=what)
     parser.add_argument("--elements", type=int, default=2**27)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--workers", type=int, default=14, help="processes that compile")
@@ -142,30 +199,30 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("benchmarks/softmax_plans.py needs a CUDA device")
     dtype, jobs, results = DTYPES[options.dtype], {}, []
-    tiles = [tuple(map(int, one.split(","))) for one in options.tiles or ()]
-    clusters = [tuple(map(int, one.split(","))) for one in options.clusters or ()]
     for n in options.widths:
-        for backward in (what == "backward" for what in options.passes):
-            jobs[n, backward] = neighbours(n, backward, dtype)
-            if tiles or clusters:
-                jobs[n, backward][1:] = [Plan(True, *one, registers=most or None, narrow=waits > 0) for *one, most, waits in tiles
-                                         if one[1] == 1 << (n - 1).bit_length()]
-                jobs[n, backward] += [plan.cluster(n, dtype.itemsize == 2, *one) for one in clusters if held(n, *one)]
+        for what in options.passes:
+            found = neighbours(n, what, dtype)
+            if options.tiles or options.clusters:
+                found[1:] = [Plan(True, *one, registers=most or None, narrow=waits > 0) for *one, most, waits in options.tiles
+                             if one[1] == 1 << (n - 1).bit_length()]
+                found += [plan.cluster(n, dtype.itemsize == 2, *one) for one in options.clusters if held(n, *one)]
+            turns = options.turns if what == "mask" else ()
+            jobs[n, what] = list(dict.fromkeys(Candidate(one, *turn) for turn in ((), *turns) for one in found))
     with ProcessPoolExecutor(options.workers, get_context("spawn")) as pool:
-        waiting = {(n, backward, one): pool.submit(compile_one, one, (options.elements // n, n), dtype, backward)
-                   for (n, backward), candidates in jobs.items() for one in candidates}
+        waiting = {(n, what, one): pool.submit(compile_one, one, shape_of(n, what, options.elements), dtype, what)
+                   for (n, what), candidates in jobs.items() for one in candidates}
         reasons = {key: future.result() for key, future in waiting.items()}
-    for (n, backward), candidates in jobs.items():
-        served = [one for one in candidates if not reasons[n, backward, one]]
-        found = measure(n, served, dtype, backward, options.elements, options.repeats)
+    for (n, what), candidates in jobs.items():
+        served = [one for one in candidates if not reasons[n, what, one]]
+        found = measure(n, served, dtype, what, options.elements, options.repeats)
         found[0]["note"] = "  ← present"
         results += found
-        print(f"{options.dtype} {n}, {'backward' if backward else 'forward'}", flush=True)
+        print(f"{options.dtype} {n}, {what}", flush=True)
         for one in sorted(found, key=lambda one: one["us"]):
             print(shown(one), flush=True)
         for one in candidates:
-            if reasons[n, backward, one]:
-                print(f"  {one}: {reasons[n, backward, one]}", flush=True)
+            if reasons[n, what, one]:
+                print(f"  {one}: {reasons[n, what, one]}", flush=True)
         torch.cuda.empty_cache()
     if options.json:
         with whole_file(options.json) as file:

@@ -22,23 +22,52 @@ def plans(monkeypatch):
 def test_a_forced_plan_runs(plans, wanted):
     x, dy = torch.randn(2, 6, 64).bfloat16()
     y, dx = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
-    forward, backward = plans.made(wanted, (x, y)), plans.made(wanted, (dy, x, dx))
-    for launch in (forward, backward):
+    forward, backward = (plans.arguments(what, *tensors) for what, tensors in (("forward", (x, y)), ("backward", (dy, dx, y))))
+    for what, tensors in (("forward", forward), ("backward", backward)):
+        launch = plans.made(plans.Candidate(wanted), tensors, what)
         assert launch.kernel.fn.__name__ == ("_resident" if wanted.resident else "_streamed")
         assert launch.options["num_warps"] == wanted.warps
-    forward(x, y, x, x)
+        launch(*tensors)
     assert torch.allclose(y.float(), torch.softmax(x.float(), -1), atol=4e-3)
-    backward(dy, y, dx)
     p = y.float()
     assert torch.allclose(dx.float(), p * (dy.float() - (p * dy.float()).sum(-1, keepdim=True)), atol=4e-3)
     assert plan.choose(64, False) != wanted  # the table is what it was
 
 
+@pytest.mark.parametrize(("what", "turn"), [("causal", None), ("mask", None), ("mask", 2), ("mask", 0)])
+def test_a_forced_plan_runs_where_positions_are_hidden(plans, what, turn):
+    x = torch.randn(3, 4, 64).bfloat16()
+    y, seen = torch.full_like(x, torch.nan), torch.ones(4, 64, dtype=torch.bool).tril(60)
+    tensors = plans.arguments(what, x, y, seen if what == "mask" else None)
+    launch = plans.made(plans.Candidate(Plan(True, 1, 64, 1, narrow=True), turn), tensors, what)
+    named = dict(zip([name for name in launch.kernel.arg_names if name not in ("x", "y", "mask", "bias")], launch.rest, strict=True))
+    assert (named["CAUSAL"], named["MASKED"], named["SHARED"]) == (what == "causal", what == "mask", turn or 0)
+    launch(*tensors)
+    assert torch.allclose(y.float(), torch.softmax(x.float().masked_fill(~seen, -torch.inf), -1), atol=4e-3)
+
+
+def test_shapes(plans):
+    assert plans.shape_of(4096, "forward", 2**27) == (2**15, 4096)
+    assert plans.shape_of(8192, "mask", 2**27) == (4, 8192, 8192)  # as benchmarks/softmax.py has it
+    assert plans.shape_of(2048, "causal", 2**27) == (32, 2048, 2048)
+    assert plans.shape_of(32768, "causal", 2**27) == (1, 4096, 32768)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("n", [256, 1000, 4096, 50_257, 262_144])
 def test_neighbours_hold_the_row(plans, n, dtype):
-    for backward in (False, True):
-        found = plans.neighbours(n, backward, dtype)
-        assert len(found) == len(set(found)) > 1
+    for what in plans.PASSES:
+        found = plans.neighbours(n, what, dtype)
+        assert len(found) == len(set(found)) > (n <= 2**17 or what != "causal")
         assert all(one.block_n * one.pieces * one.parts >= n and one.parts <= 16 and one.warps <= 32 for one in found)
         assert all(dtype == torch.bfloat16 for one in found if one.narrow)
+
+
+@pytest.mark.parametrize("value", ["1,8192,4", "1,8192,4,64,1,1", "1,8192,4,x,1", "1,-8192,4,64,1", "8192 × 4"])
+def test_a_tile_that_is_none_is_refused_in_words(plans, monkeypatch, capsys, value):
+    monkeypatch.setattr(sys, "argv", ["softmax_plans.py", "--tiles", value])
+    with pytest.raises(SystemExit) as stopped:
+        plans.main()
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith(
+        f"argument --tiles: got {value!r}, accepted: whole numbers M,N,WARPS,REGISTERS,WAITS")

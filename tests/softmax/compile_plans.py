@@ -24,6 +24,22 @@ def read(name: str, made: Compiled) -> dict:
             "wide": sum(".v4.b32" in access for access in accesses)}
 
 
+def late(sass: str) -> int:
+    """Loads that come after the first instruction which reads what one before them brought: they wait for it, a turn of memory more."""
+    brought, waiting, found = set(), False, 0
+    for name, target, others in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^,;]*),?([^;]*);", sass):
+        if name == "EXIT":  # what follows is another path through the kernel
+            brought, waiting = set(), False
+        elif name.startswith("LDG"):
+            found += waiting
+            first = int(target.strip()[1:])
+            brought |= set(range(first, first + (4 if ".128" in name else 2 if ".64" in name else 1)))
+        else:
+            read = others + target * name.startswith("ST")
+            waiting |= not brought.isdisjoint(int(register) for register in re.findall(r"\bR(\d+)\b", read))
+    return found
+
+
 def main(cases: list) -> list[dict]:
     seen = []
     for name in ("forward", "backward"):
@@ -38,7 +54,8 @@ def main(cases: list) -> list[dict]:
 
 
 def hidden(cases: list) -> list[dict]:
-    """Of rows under a triangle, or with a mask that groups share: what `read` tells, and how many programs an SM's registers hold."""
+    """Of rows under a triangle, or with a mask that groups share: what `read` tells, how many programs an SM's registers hold, and how
+    many loads are `late`."""
     seen = []
     for n, dtype, causal in cases:
         with machine_with(GPUS["h100"]), offline(90) as launched:
@@ -46,7 +63,8 @@ def hidden(cases: list) -> list[dict]:
             mask = None if causal else torch.empty((n, n), dtype=torch.bool, device="meta").expand(x.shape)
             forward(x, mask, Spec(-1, False, 1.0, causal, True, x.dtype))
         seen += [{**read(made.name, made), "programs": 65536 // (-(-made.registers // 8) * 8 * made.threads),
-                  "bytes": len(re.findall(r"\bld\.global\S*8\b", made.ptx)), "barriers": made.counts["BAR"]} for made in launched]
+                  "bytes": len(re.findall(r"\bld\.global\S*8\b", made.ptx)), "barriers": made.counts["BAR"],
+                  "late": late(made.sass)} for made in launched]
     return seen
 
 

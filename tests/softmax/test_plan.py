@@ -134,14 +134,21 @@ def test_plans_compile_for_hopper_and_move_16_bytes_at_a_time():
 
 
 def test_triangles_and_masks_compile_for_hopper_as_the_plan_says():
-    """Without spills; x and y by 16 bytes, a mask by as many bytes as these are elements, and none moved between threads."""
-    cases = {(1024, "bfloat16", True): 32, (4096, "bfloat16", True): 12, (8192, "bfloat16", True): 5, (16384, "float32", True): 2,
-             (1024, "bfloat16", False): 28, (8192, "bfloat16", False): 4, (16384, "float16", False): 4}
+    """Without spills; x and y by 16 bytes, a mask by as many bytes as these are elements, none moved between threads, all loads first."""
+    cases = {(1024, "bfloat16", True): 28, (4096, "bfloat16", True): 12, (8192, "bfloat16", True): 8, (16384, "float32", True): 2,
+             (1024, "float16", False): 28, (8192, "bfloat16", False): 8, (16384, "float16", False): 4, (16384, "float32", False): 2}
     for case, programs, kernel in zip(cases, cases.values(), fresh.call(compile_plans.hidden, list(cases)), strict=True):
-        assert (kernel["stack"], kernel["bytes"]) == (0, 0), (case, kernel)
+        assert (kernel["stack"], kernel["bytes"], kernel["late"]) == (0, 0, 0), (case, kernel)
         assert kernel["programs"] >= programs, (case, kernel)
         assert kernel["wide"] == kernel["accesses"] * (1 if case[2] else 2) // (1 if case[2] else 3), (case, kernel)
         assert kernel["barriers"] <= 10, (case, kernel)
+
+
+def test_late_loads_are_found():
+    load, use, end = "/*0000*/ @P0 LDG.E.128 R{}, desc[UR4][R2.64] ;", "/*0010*/ FADD R40, R{}, R9 ;", "/*0020*/ EXIT ;"
+    for lines, found in (((load.format(4), load.format(8), use.format(4)), 0), ((load.format(4), use.format(7), load.format(8)), 1),
+                         ((load.format(4), use.format(8), load.format(8)), 0), ((load.format(4), use.format(4), end, load.format(8)), 0)):
+        assert compile_plans.late("\n".join(lines)) == found
 
 
 def test_parts_compile_for_hopper_as_the_plan_says():

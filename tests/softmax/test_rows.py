@@ -223,7 +223,7 @@ def test_masks_by_the_plans_of_the_card(dtype, n):
 def test_groups_that_share_a_mask_take_turns(force, monkeypatch, block_m, queries, at_once):
     """A few rows each that need the same rows of the mask, whatever its groups are: all, heads of a batch, batches of a head."""
     force(plan.Plan(True, block_m, 64, 1))
-    for name, few in (("SHARED_FROM", 1), ("SHARED_TILES", 2), ("SHARED_ROWS", 2)):
+    for name, few in (("SHARED_FROM", 1), ("SHARED_BYTES", 3 * block_m * 64 * (2 * 4 + 1)), ("SHARED_ROWS", 2)):  # less than 4 tiles
         monkeypatch.setattr(rows, name, few)
     x = (torch.randn(2, 3, queries, 64, generator=torch.Generator().manual_seed(0)) * 3).to(DEVICE)
     for shape, shared in ((x.shape[2:], True), ((2, 1, *x.shape[2:]), True), (x.shape[1:], True), (x.shape, False), ((64,), False)):
@@ -234,9 +234,10 @@ def test_groups_that_share_a_mask_take_turns(force, monkeypatch, block_m, querie
 
 
 def test_turns_are_for_masks_that_the_l2_does_not_keep():
-    for n, tiles in ((1024, 0), (4096, 64)):
-        x = torch.empty(3, n, n, dtype=torch.bfloat16, device="meta")
-        assert fold(x, -1, torch.empty(n, n, dtype=torch.uint8, device="meta").expand(x.shape), queries=True).shared == tiles
+    for rows_, n, dtype, tiles in ((1024, 1024, torch.bfloat16, 0), (4096, 4096, torch.bfloat16, 512), (8192, 8192, torch.bfloat16, 256),
+                                   (256, 16384, torch.bfloat16, 0), (256, 16384, torch.float32, 64)):
+        x = torch.empty(3, rows_, n, dtype=dtype, device="meta")
+        assert fold(x, -1, torch.empty(rows_, n, dtype=torch.uint8, device="meta").expand(x.shape), queries=True).shared == tiles
 
 
 def test_sums_of_halved_tiles(force):

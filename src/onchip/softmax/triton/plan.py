@@ -39,15 +39,16 @@ NARROW = {16384: (1, 8, None), 32768: (1, 16, 64)}
 # Rows that start inside a vector: their ends cost each thread some 100 instructions, so it gets 32 elements, 14 instructions for each.
 # With 16 it is 20, of the 32 that an SM issues at the memory's rate: within 1 % at 1001 and 4095 columns, 3 % slower at 8191.
 EDGES_EACH = 32
-# Rows of a triangle get 32 elements a thread as well: they move 3/4 of a plain row's bytes, and may issue no more of its instructions. Half
-# the warps, in tiles halved for rows that see little, issue 0.80 to 0.84 of them (1024, 4096, 8192 columns of bf16), all of them 1.2.
-# With fewer bytes each, more rows have to be under way: two in each of the 32 programs that an SM holds at most, and what 40 registers give
-# at 4096 columns (twelve programs for ten). At 8192 a sixth program costs 3 %.
+# Rows of a triangle get 32 elements a thread or more: they move 3/4 of a plain row's bytes, and may issue no more of its instructions.
+# Half the warps, in tiles halved for rows that see little, issue 0.80 to 0.84 of them (1024, 4096, 8192 columns of bf16), all of them 1.2.
+# With fewer bytes each, more rows have to be under way: two in each of the 28 programs of 72 registers at 1024 columns (with 64 some loads
+# would wait for others, or registers spill), twelve of 40 at 4096, eight of 64 at 8192, whose threads have 64 elements.
 HALVED_ROWS = 2  # of a tile, at most: those of one that is halved are much alike
-NARROW_TRIANGLE = {1024: (HALVED_ROWS, 1, 64), 2048: (1, 2, 40), 4096: (1, 4, 40), 8192: (1, 8, None), **NARROW}
-TRIANGLE_REGISTERS = {16384: 64}  # of float32: two programs an SM, as plain rows; 74 let one
-# A mask is applied to two elements of 16 bits at once, and half the warps issue a plain row's instructions in all (4096: 2024 and 2024).
-NARROW_MASKED = {1024: (2, 1, 72), 2048: (1, 2, 40), 4096: (1, 4, 40), 8192: (1, 16, None), 16384: (1, 8, 64), 32768: (1, 16, 64)}
+NARROW_TRIANGLE = {1024: (HALVED_ROWS, 1, 72), 2048: (1, 2, 40), 4096: (1, 4, 40), 8192: (1, 4, 64), 16384: (1, 8, 64), 32768: (1, 16, 64)}
+TRIANGLE_REGISTERS = {8192: 64, 16384: 64}  # of float32: four programs an SM, and two; one or a few more would let three, and one
+# A mask is applied to two elements of 16 bits at once. With 64 elements a thread 128 KB of x are under way on an SM (1024: 112). Measured
+# in other tiles, TB/s over the plain kernel's: 64 KB 0.90 (8192), 96 KB 0.95 (4096), 112 KB 0.98 (1024), 128 KB 0.97 (16384).
+NARROW_MASKED = {1024: (2, 1, 72), 2048: (1, 1, 64), 4096: (1, 2, 64), 8192: (1, 4, 64), 16384: (1, 8, 64), 32768: (1, 16, 64)}
 SHORT_TILE, SHORT_WARPS = 1024, 1  # narrower rows share a program of this many elements
 # Plain ones of 16 bits share a program with 2048 elements and four warps: 512 columns forward 4.15 TB/s, 4.09 in the tile above. Sums,
 # which instructions bind, would be read at 2.72 TB/s in place of 3.06 (1024 columns).
@@ -82,9 +83,8 @@ def choose(n: int, across: bool, edges: bool = False, forward: bool = True, narr
         return STREAMED
     waits = NARROW_TRIANGLE if triangle else NARROW_MASKED if masked else NARROW
     if forward and narrow and width in waits:
-        rows, warps, registers = waits[width]
-        if triangle and (edges or masked):  # these take registers
-            rows, registers = 1, NARROW[width][2] if width in NARROW else None
+        takes = triangle and (edges or masked)  # registers, beside those of the row
+        rows, warps, registers = NARROW.get(width, (1, width // (32 * EDGES_EACH), None)) if takes else waits[width]
         return Plan(True, rows, width, warps, registers=registers, narrow=True)
     warps = min(16, width // (32 * EDGES_EACH)) if edges or triangle else RESIDENT_WARPS[width][not forward]
     return Plan(True, 1, width, warps, registers=TRIANGLE_REGISTERS.get(width) if triangle and not (edges and masked) else None)

@@ -26,9 +26,10 @@ from onchip.softmax.triton.plan import Plan
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 INT32_MAX = 2**31 - 1
 NARROW_VECTOR = 8  # elements of 16 bits in a vector
-# Where groups share a mask: tiles that a group has at a turn (of 8192 columns: 0.5 MB of the mask, which wait in L2 for the other groups),
-# fewest rows of a turn, and elements of a mask from which on it is worth it.
-SHARED_TILES, SHARED_ROWS, SHARED_FROM = 64, 8, 2**23
+# Where groups share a mask: bytes of x, y and mask that a group moves at a turn, at most (2.4 to 4 µs of the card: when the next group asks
+# for its rows of the mask, they have come from memory and are still in L2), fewest rows of a turn, and bytes of a whole group from which on
+# it is worth it: an L2 of 50 MB still had the mask after 20 MB.
+SHARED_BYTES, SHARED_ROWS, SHARED_FROM = 2**24, 8, 2**25
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,9 @@ class Rows:
         sizes = self.groups // self.n1, self.n1
         beside = [steps for name, steps in self.strides.items() if name in ("mask", "bias") and steps[2]]
         common = any(size > 1 and step == 0 for steps in beside for size, step in zip(sizes, steps, strict=False))
-        at_once = math.gcd(self.tiles_a_group, SHARED_TILES)
-        enough = not self.packed and self.n0 * self.n >= SHARED_FROM and at_once * self.plan.block_m >= SHARED_ROWS
+        moved = self.plan.block_m * self.n * (2 * 16 // self.vector + 1)  # bytes of a tile
+        at_once = math.gcd(self.tiles_a_group, 1 << max(1, SHARED_BYTES // moved).bit_length() - 1)
+        enough = not self.packed and self.tiles_a_group * moved >= SHARED_FROM and at_once * self.plan.block_m >= SHARED_ROWS
         return at_once if common and enough else 0
 
     @cached_property

@@ -50,10 +50,17 @@ def _seen(w, keep, lead, i0, exists, n, n0, VECTOR: tl.constexpr, CAUSAL: tl.con
 
 @triton.jit
 def _kept(mask, step, w, lead, read, VECTOR: tl.constexpr):
-    """The mask's bytes of a block. Of 16-bit rows a thread's are those of its elements of x; by vectors of sixteen bytes it would have
-    others, which in float32 is the faster way by 15 % (8192 columns)."""
-    at = mask + (w - lead) * step
-    return tl.load(tl.max_contiguous(at, [1, VECTOR]) if VECTOR == 8 else at, mask=read, other=0)
+    """The mask's bytes of a block, a thread's those of its elements of x. By vectors of sixteen bytes it would have others, and results
+    would have to be moved between threads before they are stored."""
+    return tl.load(tl.max_contiguous(mask + (w - lead) * step, [1, VECTOR]), mask=read, other=0)
+
+
+@triton.jit
+def _under_way(n):
+    """All loads before it are, when one of them is waited for. In straight-line code ptxas, to save registers, puts off some until the
+    first have arrived and been used: two turns of memory for one. No row is empty, but as a branch it keeps both sides apart."""
+    if not INTERPRETED and n <= 0:
+        tl.inline_asm_elementwise("trap; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -65,11 +72,15 @@ def _scores(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exis
         s = tl.load(x + w * step_x, mask=read, other=float("-inf")).to(tl.float32)
         return tl.where(seen, s, float("-inf")) if CAUSAL else s
     s = tl.load(x + w * step_x, mask=read, other=0.0).to(tl.float32)
+    keep = seen & read
+    if MASKED:
+        kept = _kept(mask, step_mask, w, lead, read, VECTOR)
+        _under_way(n)
+        keep = seen & (kept != 0)
     if SCALED:
         s *= scale
     if BIASED:
         s += tl.load(bias + (w - lead) * step_bias, mask=read, other=0.0).to(tl.float32)
-    keep = seen & (_kept(mask, step_mask, w, lead, read, VECTOR) != 0) if MASKED else seen & read
     return tl.where(keep, s, float("-inf"))
 
 
@@ -188,7 +199,11 @@ def _wait(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists
         read, _ = _seen(w, keep, lead, i0, exists, n, n0, VECTOR, CAUSAL)
         waiting = tl.load(x + w * step_x, mask=read, other=hidden)
         if MASKED:
-            waiting = _select(waiting, hidden, _kept(mask, step_mask, w, lead, read, VECTOR))
+            kept = _kept(mask, step_mask, w, lead, read, VECTOR)
+        if CAUSAL or (MASKED and waiting.shape[0] > 1):
+            _under_way(n)
+        if MASKED:
+            waiting = _select(waiting, hidden, kept)
         if CAUSAL:
             waiting = _hide(waiting, hidden, w - w // VECTOR * VECTOR, _last(w, lead, i0, n, n0, VECTOR))
     else:
