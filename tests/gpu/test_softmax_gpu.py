@@ -43,7 +43,8 @@ def test_every_width(n, dtype, log):
 
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize(("rows", "n"), [(1, 1_048_576), (4, 262_144), (700, 33_001), (700, 65_536), (300, 151_936), (61, 1_000_003)])
+@pytest.mark.parametrize(("rows", "n"), [(1, 1_048_576), (4, 262_144), (700, 33_001), (700, 65_536), (300, 151_936), (61, 1_000_003),
+                                         (40, 262_144), (37, 200_003)])
 def test_long_rows_in_parts(rows, n, dtype, log):
     """Clusters, and groups of one block and of many, whole rounds and ragged ones; twice, since the second launch goes another way."""
     x, dy = data(rows, n, dtype=dtype), data(rows, n, dtype=dtype)

@@ -163,7 +163,7 @@ def test_parts_compile_for_hopper_as_the_plan_says():
 
 
 def test_clusters_compile_for_hopper_without_spills():
-    cases = [[50_257, "bfloat16"], [151_936, "bfloat16"], [262_144, "float16"], [151_936, "float32"]]
+    cases = [[50_257, "bfloat16"], [151_936, "bfloat16"], [262_144, "float16"], [151_936, "float32"], [262_144, "float32"]]
     kernels = fresh.call(compile_parts.main, cases)
     assert len(kernels) == 2 * len(cases)
     for kernel in kernels:

@@ -1,6 +1,6 @@
 """Softmax kernels: `rows` says where a row lies in memory, `plan` which kernel and tile serves it, `launch` starts it.
 
-    tile_forward, tile_backward      Triton: whole rows in registers, or in two passes
+    tile_forward, tile_backward      Triton: whole rows in registers (of a `cluster`, some of it `held` in shared memory), or in two passes
     parts_forward, parts_backward    Gluon: long rows in the shared memory of several thread blocks
 """
 from onchip.softmax.triton.launch import backward, forward

@@ -177,7 +177,8 @@ def _backward(dy: Tensor, y: Tensor, dx: Tensor, spec: Spec) -> Launch | None:
         from onchip.softmax.triton.parts_backward import parts_backward
 
         return _launch_parts(parts_backward, rows, parts, 3, named, y.device)
-    return _launch_tiles(tile_backward, rows, 3, {**named, "NARROW": rows.plan.narrow}, y.device)
+    more = {"NARROW": rows.plan.narrow, "HELD": rows.plan.held if rows.vector == plans.HELD_VECTOR else 0}
+    return _launch_tiles(tile_backward, rows, 3, {**named, **more}, y.device)
 
 
 def _launch_tiles(module: Any, rows: Rows, tensors: int, named: dict[str, Any], device: torch.device) -> Launch:
@@ -192,6 +193,8 @@ def _clustered(rows: Rows, x: Tensor, backward: bool, waits: bool, triangle: boo
     if card is None or rows.plan.block_m > 1 or (rows.plan.resident and (triangle or rows.n <= plans.CLUSTERS_BEYOND[waits, backward])):
         return rows
     plan = plans.choose_cluster(rows.n, backward, waits)
+    if plan and plan.held and rows.vector != plans.HELD_VECTOR:
+        return rows
     return replace(rows, plan=plan) if plan and rows.count * plan.parts >= card.multi_processor_count else rows
 
 

@@ -23,6 +23,7 @@ class Plan:
     narrow: bool = False  # the row waits in the 16 bits it came in, and is widened for each use
     parts: int = 1  # thread blocks of a cluster that share the row
     pieces: int = 1  # of `block_n` columns, that one of them holds
+    held: int = 0  # of these, pieces of dy that wait in shared memory
 
     def span(self, n: int) -> int:
         """Elements of a part: whole lines of memory."""
@@ -91,14 +92,15 @@ def choose(n: int, across: bool, edges: bool = False, forward: bool = True, narr
 
 
 # Longer rows on clusters. By (elements wait in 16 bits, backward): up to which length, columns of a piece, pieces of a thread block at
-# most, warps and registers. A piece is a vector a thread. What counts is bytes of rows that wait on an SM, here 115 to 190 KB ("Rows on
-# clusters" in docs/notes/softmax.md works them out), in warps enough to keep it busy (16).
+# most, warps, registers and pieces of dy in shared memory. A piece is a vector a thread. What counts is bytes of rows that wait on an SM,
+# here 115 to 254 KB ("Rows on clusters" in docs/notes/softmax.md works them out), in warps enough to keep it busy (16).
 CLUSTERS = {
     (True, False): ((131072, (1024, 8, 4, 56)), (163840, (1024, 10, 4, 64)), (262144, (1024, 16, 4, 96))),
     (False, False): ((131072, (1024, 8, 8, 64)), (262144, (1024, 16, 8, 80))),
     (True, True): ((131072, (1024, 8, 4, 96)), (262144, (2048, 8, 8, 80))),
-    (False, True): ((131072, (512, 16, 4, 160)), (163840, (1024, 10, 8, 104))),
+    (False, True): ((131072, (512, 16, 4, 160)), (163840, (1024, 10, 8, 104)), (262144, (1024, 16, 8, 128, 8))),
 }
+HELD_VECTOR = 4  # elements of a vector where pieces may wait in shared memory: 32 bits each, and not read one by one
 CLUSTERS_BEYOND = {(True, False): 16384, (False, False): 16384, (True, True): 8192, (False, True): 16384}  # else a program is as good
 
 
@@ -107,10 +109,10 @@ def choose_cluster(n: int, backward: bool, narrow: bool) -> Plan | None:
     return next((cluster(n, narrow, *block) for width, block in CLUSTERS[narrow, backward] if n <= width), None)
 
 
-def cluster(n: int, narrow: bool, piece: int, most: int, warps: int, registers: int | None) -> Plan:
+def cluster(n: int, narrow: bool, piece: int, most: int, warps: int, registers: int | None, held: int = 0) -> Plan:
     """Rows of `n` elements on as few thread blocks of `most` pieces as hold them."""
     parts = -(-n // (piece * most))
-    return Plan(True, 1, piece, warps, registers=registers, narrow=narrow, parts=parts, pieces=-(-n // (parts * piece)))
+    return Plan(True, 1, piece, warps, registers=registers, narrow=narrow, parts=parts, pieces=-(-n // (parts * piece)), held=held)
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,17 @@ import triton
 import triton.language as tl
 
 from onchip.softmax.triton.cluster import INTERPRETED, enter, exchange
-from onchip.softmax.triton.rows import ahead, begin, columns, ends, lead, locate, only, start, widen
+from onchip.softmax.triton.held import await_held, hold, take
+from onchip.softmax.triton.rows import ONCE, ahead, begin, columns, ends, lead, locate, only, start, widen
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _read(dy, y, step_dy, step_y, w, keep, LOG: tl.constexpr):
+def _read(dy, y, step_dy, step_y, w, keep, LOG: tl.constexpr, READ: tl.constexpr = None):
     """dy and y as they come; softmax, or the logarithm of it, is 0 where there is none."""
-    return (tl.load(dy + w * step_dy, mask=keep, other=0.0),
-            tl.load(y + w * step_y, mask=keep, other=float("-inf") if LOG else 0.0))
+    return (tl.load(dy + w * step_dy, mask=keep, other=0.0, eviction_policy=READ),
+            tl.load(y + w * step_y, mask=keep, other=float("-inf") if LOG else 0.0, eviction_policy=READ))
 
 
 @triton.jit
@@ -40,6 +41,24 @@ def _gradient(d, p, gone, total, scale, LOG: tl.constexpr, SCALED: tl.constexpr,
     if SCALED:
         dx *= scale
     return tl.where(gone, 0.0, dx) if HIDING else dx
+
+
+@triton.jit
+def _under_way(n):
+    """All loads before it are, when one of them is waited for. In straight-line code ptxas puts some off until others have come and been
+    used: two turns of memory for one. No row is empty, but as a branch it keeps both sides apart."""
+    if not INTERPRETED and n <= 0:
+        tl.inline_asm_elementwise("trap; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _hold(dy, strides_dy, i2, i1, i0, lead, part, span, n, VECTOR: tl.constexpr, EDGES: tl.constexpr, BLOCK_N: tl.constexpr,
+          KEPT: tl.constexpr, PIECES: tl.constexpr):
+    """Pieces KEPT to PIECES of a part, see `columns`, on their way to shared memory."""
+    first = part * (span // VECTOR * VECTOR) + VECTOR * EDGES
+    stop = tl.minimum(n if not EDGES else only(lead) + n - (VECTOR - 1), first + span)
+    first += KEPT * BLOCK_N
+    return hold(dy + start(strides_dy, i2, i1, i0, VECTOR) + first, stop - first, PIECES - KEPT, BLOCK_N)
 
 
 @triton.jit
@@ -75,12 +94,17 @@ def _total(dy, y, step_dy, step_y, lead, exists, n, blocks, WIDE: tl.constexpr, 
 def _resident(dy, y, dx, strides_dy, strides_y, strides_dx, scale, n, n0, n1, groups, tiles_a_group, span, FLAT: tl.constexpr,
               PACKED: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr, BLOCK_M: tl.constexpr,
               BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, LOG: tl.constexpr, SCALED: tl.constexpr,
-              HIDING: tl.constexpr, NARROW: tl.constexpr):
-    """A tile of whole rows, or one of PARTS parts of a row in PIECES of BLOCK_N: two reads, one write. NARROW: 16 bits wait as such."""
+              HIDING: tl.constexpr, NARROW: tl.constexpr, HELD: tl.constexpr):
+    """A tile of whole rows, or one of PARTS parts of a row in PIECES of BLOCK_N: two reads, one write. NARROW: 16 bits wait as such.
+    HELD: of a part's dy, in float32, so many pieces wait in shared memory."""
+    KEPT: tl.constexpr = PIECES if INTERPRETED else PIECES - HELD
     part, tile, mail = enter(tl.program_id(0), PARTS)
     i2, i1, i0, exists = locate(tile, n0, n1, groups, tiles_a_group, FLAT, PACKED, BLOCK_M)
     before = lead(strides_y, i2, i1, i0, VECTOR, EDGES)
     row_dy, row_y = begin(dy, strides_dy, i2, i1, i0, VECTOR), begin(y, strides_y, i2, i1, i0, VECTOR)
+    place = 0
+    if KEPT < PIECES:  # the first to be asked for: they need no register
+        place = _hold(dy, strides_dy, i2, i1, i0, before, part, span, n, VECTOR, EDGES, BLOCK_N, KEPT, PIECES)
     if EDGES:  # asked for with the others
         d_ends, p_ends, gone_ends = _load_ends(dy, y, strides_dy, strides_y, i2, i1, i0, before, part, n, VECTOR, LOG, HIDING)
     ds, ys, there = (), (), ()  # the row's pieces
@@ -88,13 +112,16 @@ def _resident(dy, y, dx, strides_dy, strides_y, strides_dx, scale, n, n0, n1, gr
         w, keep = columns(part, span, before, n, BLOCK_N, WIDE, VECTOR, EDGES, PARTS > 1, piece)
         there += (keep & exists[:, None],)
         d, p = _read(ahead(row_dy, piece, strides_dy[3], BLOCK_N), ahead(row_y, piece, strides_y[3], BLOCK_N), strides_dy[3], strides_y[3],
-                     w, there[piece], LOG)
+                     w, there[piece], LOG, ONCE)
         ds += (d,)
         ys += (p,)
+    _under_way(n)
     d, p, gone = _values(ds[0], ys[0], LOG, HIDING)
     terms = d if LOG else p * d
+    if KEPT < PIECES:
+        place = await_held(place)
     for piece in tl.static_range(1, PIECES):
-        d, p, gone = _values(ds[piece], ys[piece], LOG, HIDING)
+        d, p, gone = _values(take(place, piece - KEPT, ys[piece]) if piece >= KEPT else ds[piece], ys[piece], LOG, HIDING)
         terms += d if LOG else p * d
     total = tl.sum(terms, axis=1)
     if EDGES:
@@ -111,7 +138,7 @@ def _resident(dy, y, dx, strides_dy, strides_y, strides_dx, scale, n, n0, n1, gr
             total = tl.sum(totals, axis=1)
     row_dx = begin(dx, strides_dx, i2, i1, i0, VECTOR)
     for piece in tl.static_range(PIECES):
-        d, p, gone = _values(ds[piece], ys[piece], LOG, HIDING, NARROW)
+        d, p, gone = _values(take(place, piece - KEPT, ys[piece]) if piece >= KEPT else ds[piece], ys[piece], LOG, HIDING, NARROW)
         tl.store(ahead(row_dx, piece, strides_dx[3], BLOCK_N) + w * strides_dx[3],
                  _gradient(d, p, gone, total[:, None], scale, LOG, SCALED, HIDING), mask=there[piece])
     if EDGES:  # noqa: SIM102  known when it is compiled
