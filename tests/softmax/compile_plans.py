@@ -21,7 +21,7 @@ def read(name: str, made: Compiled) -> dict:
     """Bytes of local memory a thread; global accesses, and those of 16 bytes."""
     accesses = re.findall(r"\b(?:ld|st)\.global\S*", made.ptx)
     return {"name": name, "columns": made.constants["BLOCK_N"], "stack": made.stack, "accesses": len(accesses),
-            "wide": sum(".v4.b32" in access for access in accesses)}
+            "wide": sum(".v4.b32" in access for access in accesses), "late": late(made.sass)}
 
 
 def late(sass: str) -> int:
@@ -30,7 +30,7 @@ def late(sass: str) -> int:
     for name, target, others in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^,;]*),?([^;]*);", sass):
         if name == "EXIT":  # what follows is another path through the kernel
             brought, waiting = set(), False
-        elif name.startswith("LDG"):
+        elif name.startswith("LDG."):
             found += waiting
             first = int(target.strip()[1:])
             brought |= set(range(first, first + (4 if ".128" in name else 2 if ".64" in name else 1)))

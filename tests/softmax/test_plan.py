@@ -125,12 +125,13 @@ def test_registers_hold_every_tile(capability):
 
 
 def test_plans_compile_for_hopper_and_move_16_bytes_at_a_time():
-    cases = [((8, 32768), -1), ((8, 65536), -1), ((2, 512, 256), -2)]  # the heaviest of each kind
+    cases = [((8, 32768), -1), ((8, 65536), -1), ((2, 512, 256), -2), ((9, 256), -1), ((9, 512), -1)]  # the heaviest, and short
     kernels = fresh.call(compile_plans.main, cases)
     assert len(kernels) == 2 * 2 * len(cases)
     for kernel in kernels:
         assert kernel["stack"] <= (96 if kernel["name"] == "backward" else 0), kernel  # the widest backward spills a little
         assert kernel["accesses"] == kernel["wide"] > 0, kernel
+        assert kernel["late"] == 0 or kernel["name"] != "_resident", kernel
 
 
 def test_triangles_and_masks_compile_for_hopper_as_the_plan_says():

@@ -284,3 +284,11 @@ def widen(x, AGAIN: tl.constexpr):
         HOW: tl.constexpr = (FP16_AGAIN if AGAIN else FP16) if x.dtype == tl.float16 else (BF16_AGAIN if AGAIN else BF16)
         wide = tl.inline_asm_elementwise(HOW, "=&f,=&f,r", [x.to(tl.int16, bitcast=True)], dtype=tl.float32, is_pure=True, pack=2)
     return wide
+
+
+@triton.jit
+def under_way(n):
+    """All loads before it are, when one of them is waited for. In straight-line code ptxas, to save registers, puts off some until the
+    first have arrived and been used: two turns of memory for one. No row is empty, but as a branch it keeps both sides apart."""
+    if not INTERPRETED and n <= 0:
+        tl.inline_asm_elementwise("trap; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)

@@ -4,7 +4,7 @@ import triton.language as tl
 
 from onchip.softmax.triton.cluster import INTERPRETED, enter, exchange
 from onchip.softmax.triton.held import await_held, hold, take
-from onchip.softmax.triton.rows import ONCE, ahead, begin, columns, ends, lead, locate, only, start, widen
+from onchip.softmax.triton.rows import ONCE, ahead, begin, columns, ends, lead, locate, only, start, under_way, widen
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -41,14 +41,6 @@ def _gradient(d, p, gone, total, scale, LOG: tl.constexpr, SCALED: tl.constexpr,
     if SCALED:
         dx *= scale
     return tl.where(gone, 0.0, dx) if HIDING else dx
-
-
-@triton.jit
-def _under_way(n):
-    """All loads before it are, when one of them is waited for. In straight-line code ptxas puts some off until others have come and been
-    used: two turns of memory for one. No row is empty, but as a branch it keeps both sides apart."""
-    if not INTERPRETED and n <= 0:
-        tl.inline_asm_elementwise("trap; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -115,7 +107,7 @@ def _resident(dy, y, dx, strides_dy, strides_y, strides_dx, scale, n, n0, n1, gr
                      w, there[piece], LOG, ONCE)
         ds += (d,)
         ys += (p,)
-    _under_way(n)
+    under_way(n)
     d, p, gone = _values(ds[0], ys[0], LOG, HIDING)
     terms = d if LOG else p * d
     if KEPT < PIECES:

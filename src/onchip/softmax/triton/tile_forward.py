@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from onchip.softmax.triton.cluster import INTERPRETED, enter, exchange
-from onchip.softmax.triton.rows import ONCE, ahead, begin, columns, ends, lead, locate, only, place, start, widen
+from onchip.softmax.triton.rows import ONCE, ahead, begin, columns, ends, lead, locate, only, place, start, under_way, widen
 
 LOG2E = tl.constexpr(1.4426950408889634)
 HIDE = tl.constexpr("""{
@@ -56,14 +56,6 @@ def _kept(mask, step, w, lead, read, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def _under_way(n):
-    """All loads before it are, when one of them is waited for. In straight-line code ptxas, to save registers, puts off some until the
-    first have arrived and been used: two turns of memory for one. No row is empty, but as a branch it keeps both sides apart."""
-    if not INTERPRETED and n <= 0:
-        tl.inline_asm_elementwise("trap; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
 def _scores(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, scale, n, n0, SCALED: tl.constexpr,
             MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr, VECTOR: tl.constexpr = 1, READ: tl.constexpr = None):
     """s of a block in float32; −∞ is selected, after scaling, where a position is hidden or does not exist."""
@@ -75,7 +67,7 @@ def _scores(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exis
     keep = seen & read
     if MASKED:
         kept = _kept(mask, step_mask, w, lead, read, VECTOR)
-        _under_way(n)
+        under_way(n)
         keep = seen & (kept != 0)
     if SCALED:
         s *= scale
@@ -201,7 +193,7 @@ def _wait(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists
         if MASKED:
             kept = _kept(mask, step_mask, w, lead, read, VECTOR)
         if CAUSAL or (MASKED and waiting.shape[0] > 1):
-            _under_way(n)
+            under_way(n)
         if MASKED:
             waiting = _select(waiting, hidden, kept)
         if CAUSAL:
