@@ -31,7 +31,8 @@ def product(x, y, out, n, N: tl.constexpr, flags):
 @triton.jit
 def tall(x, out, N: tl.constexpr):
     i = tl.arange(0, N)
-    tl.store(out + i, tl.sort(tl.load(x + i)))
+    s = tl.load(x + i)  # 64 values a thread, all of them held until the sum is there
+    tl.store(out + i, s - tl.sum(s))
 
 
 x = torch.empty(64, 64, dtype=torch.bfloat16, device="meta")
@@ -44,7 +45,7 @@ with inspect.offline(90) as launched:
         assert product[(7,)](*args.values(), num_warps=8, num_stages=2) is None
     product[(7,)](*args.values(), num_warps=4)
 found["launched"] = [(made.threads, dict(made.constants)) for made in launched]
-wide = {"x": torch.empty(4096, device="meta"), "out": torch.empty(4096, device="meta"), "N": 4096}
+wide = {"x": torch.empty(8192, device="meta"), "out": torch.empty(8192, device="meta"), "N": 8192}
 found["tight"] = inspect.compile_offline(tall, wide, 90, num_warps=4, maxnreg=32).figures()
 found["roomy"] = inspect.compile_offline(tall, wide, 90, num_warps=4).figures()
 inspect._disassemble = lambda cubin: ""
