@@ -53,7 +53,7 @@ MUTANTS = {
                                            "for block in range(blocks - 1):", {"streamed": True}),
     "result without the first block": ("tile_forward", "for back in range(blocks):", "for back in range(blocks - 1):", {"streamed": True}),
     "log without the sum": ("tile_forward", "s - tl.log(l) if", "s if", {"log": True}),
-    "padding that is not −∞": ("tile_forward", "other=float(\"-inf\"), ", "other=0.0, ", {}),
+    "padding that is not −∞": ("tile_forward", "other=float(\"-inf\"))", "other=0.0)", {}),
     "bias that is not added": ("tile_forward", "s += tl.load(bias", "s += 0.0 * tl.load(bias", {"bias": True}),
     "maximum without the ends": ("tile_forward", "m = tl.maximum(m, tl.max(s_ends, axis=0))", "m = m", {"n": 601, "late": True}),
     "sum without the ends": ("tile_forward", "l += tl.sum(_exp(s_ends - only(_shift(m, WANTED))), axis=0)", "l += 0.0", {"n": 601}),

@@ -22,13 +22,12 @@ TAKE = tl.constexpr("""{
 def copies(pieces, piece):
     """PTX that starts to copy `pieces` of `piece` bytes each from $1 into new memory, $0: $2 bytes of them, zeros beyond."""
     one = ("setp.gt.s32 there, left, {0}; selp.b32 size, 16, 0, there;"
-           "cp.async.cg.shared.global.L2::cache_hint [place + {0}], [from + {0}], 16, size, once;")
+           "cp.async.cg.shared.global [place + {0}], [from + {0}], 16, size;")
     return f"""{{
     .reg .pred there;
     .reg .b32 place, left, size;
-    .reg .b64 from, once;
+    .reg .b64 from;
     .shared .align 16 .b8 held[{pieces * piece}];
-    createpolicy.fractional.L2::evict_first.b64 once;
     mov.u32 $0, held;
     mov.u32 size, %tid.x;
     shl.b32 size, size, 4;

@@ -23,7 +23,7 @@ class Plan:
     narrow: bool = False  # the row waits in the 16 bits it came in, and is widened for each use
     parts: int = 1  # thread blocks of a cluster that share the row
     pieces: int = 1  # of `block_n` columns, that one of them holds
-    held: int = 0  # of these, pieces of dy that wait in shared memory
+    held: int = 0  # of these, pieces of dy that wait in shared memory, a vector a thread each
 
     def span(self, n: int) -> int:
         """Elements of a part: whole lines of memory."""
@@ -35,8 +35,9 @@ SPAN = 64  # elements: 128 bytes and more
 # beside half and twice as many warps: within 1 % of the best in bf16 and fp32, 4.0–4.35 TB/s (`benchmarks/softmax_plans.py`).
 RESIDENT_WARPS = {1024: (2, 2), 2048: (4, 4), 4096: (8, 16), 8192: (16, 16), 16384: (16, 16), 32768: (16, 16)}
 # Wider rows of 16 bits, forward: width → rows, warps and registers. So 2 programs of 32768 columns share an SM, and one reads while the
-# other computes: 4.03 TB/s where rows in float32 had 3.13; 16384: 4.00 and 3.65; a copy 4.15.
-NARROW = {16384: (1, 8, None), 32768: (1, 16, 64)}
+# other computes: 4.03 TB/s where rows in float32 had 3.13; four of 16384: 4.05, with eight warps each 4.02, in float32 3.65; a copy 4.15.
+NARROW = {16384: (1, 16, 32), 32768: (1, 16, 64)}
+NARROW_MORE = {16384: (1, 8, None), 32768: (1, 16, 64)}  # where a triangle has a mask or ends of rows beside it: they take registers
 # Rows that start inside a vector: their ends cost each thread some 100 instructions, so it gets 32 elements, 14 instructions for each.
 # With 16 it is 20, of the 32 that an SM issues at the memory's rate: within 1 % at 1001 and 4095 columns, 3 % slower at 8191.
 EDGES_EACH = 32
@@ -47,9 +48,9 @@ EDGES_EACH = 32
 HALVED_ROWS = 2  # of a tile, at most: those of one that is halved are much alike
 NARROW_TRIANGLE = {1024: (HALVED_ROWS, 1, 72), 2048: (1, 2, 40), 4096: (1, 4, 40), 8192: (1, 4, 64), 16384: (1, 8, 64), 32768: (1, 16, 64)}
 TRIANGLE_REGISTERS = {8192: 64, 16384: 64}  # of float32: four programs an SM, and two; one or a few more would let three, and one
-# A mask is applied to two elements of 16 bits at once. With 64 elements a thread 128 KB of x are under way on an SM (1024: 112). Measured
-# in other tiles, TB/s over the plain kernel's: 64 KB 0.90 (8192), 96 KB 0.95 (4096), 112 KB 0.98 (1024), 128 KB 0.97 (16384).
-NARROW_MASKED = {1024: (2, 1, 72), 2048: (1, 1, 64), 4096: (1, 2, 64), 8192: (1, 4, 64), 16384: (1, 8, 64), 32768: (1, 16, 64)}
+# A mask is applied to two elements of 16 bits at once. With 64 elements a thread 128 KB of x are under way on an SM (1024: 112): 0.96 to
+# 0.98 of the plain kernel's TB/s. 1024 in 72 registers 3.90, in as many as it takes 3.93, in 64 2.9.
+NARROW_MASKED = {1024: (2, 1, None), 2048: (1, 1, 64), 4096: (1, 2, 64), 8192: (1, 4, 64), 16384: (1, 8, 64), 32768: (1, 16, 64)}
 SHORT_TILE, SHORT_WARPS = 1024, 1  # narrower rows share a program of this many elements
 # Plain ones of 16 bits share a program with 2048 elements and four warps: 512 columns forward 4.15 TB/s, 4.09 in the tile above. Sums,
 # which instructions bind, would be read at 2.72 TB/s in place of 3.06 (1024 columns).
@@ -84,8 +85,8 @@ def choose(n: int, across: bool, edges: bool = False, forward: bool = True, narr
         return STREAMED
     waits = NARROW_TRIANGLE if triangle else NARROW_MASKED if masked else NARROW
     if forward and narrow and width in waits:
-        takes = triangle and (edges or masked)  # registers, beside those of the row
-        rows, warps, registers = NARROW.get(width, (1, width // (32 * EDGES_EACH), None)) if takes else waits[width]
+        more = triangle and (edges or masked)
+        rows, warps, registers = NARROW_MORE.get(width, (1, width // (32 * EDGES_EACH), None)) if more else waits[width]
         return Plan(True, rows, width, warps, registers=registers, narrow=True)
     warps = min(16, width // (32 * EDGES_EACH)) if edges or triangle else RESIDENT_WARPS[width][not forward]
     return Plan(True, 1, width, warps, registers=TRIANGLE_REGISTERS.get(width) if triangle and not (edges and masked) else None)

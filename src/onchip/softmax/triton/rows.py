@@ -24,7 +24,6 @@ from onchip.softmax.triton import plan as plans
 from onchip.softmax.triton.plan import Plan
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-ONCE = tl.constexpr("evict_first")  # L2 gives up first what is read once: what is written stays longer, and whoever comes next reads that
 INT32_MAX = 2**31 - 1
 NARROW_VECTOR = 8  # elements of 16 bits in a vector
 # Where groups share a mask: bytes of x, y and mask that a group moves at a turn, at most (2.4 to 4 µs of the card: when the next group asks

@@ -4,16 +4,16 @@ import triton.language as tl
 
 from onchip.softmax.triton.cluster import INTERPRETED, enter, exchange
 from onchip.softmax.triton.held import await_held, hold, take
-from onchip.softmax.triton.rows import ONCE, ahead, begin, columns, ends, lead, locate, only, start, under_way, widen
+from onchip.softmax.triton.rows import ahead, begin, columns, ends, lead, locate, only, start, under_way, widen
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _read(dy, y, step_dy, step_y, w, keep, LOG: tl.constexpr, READ: tl.constexpr = None):
+def _read(dy, y, step_dy, step_y, w, keep, LOG: tl.constexpr):
     """dy and y as they come; softmax, or the logarithm of it, is 0 where there is none."""
-    return (tl.load(dy + w * step_dy, mask=keep, other=0.0, eviction_policy=READ),
-            tl.load(y + w * step_y, mask=keep, other=float("-inf") if LOG else 0.0, eviction_policy=READ))
+    return (tl.load(dy + w * step_dy, mask=keep, other=0.0),
+            tl.load(y + w * step_y, mask=keep, other=float("-inf") if LOG else 0.0))
 
 
 @triton.jit
@@ -104,7 +104,7 @@ def _resident(dy, y, dx, strides_dy, strides_y, strides_dx, scale, n, n0, n1, gr
         w, keep = columns(part, span, before, n, BLOCK_N, WIDE, VECTOR, EDGES, PARTS > 1, piece)
         there += (keep & exists[:, None],)
         d, p = _read(ahead(row_dy, piece, strides_dy[3], BLOCK_N), ahead(row_y, piece, strides_y[3], BLOCK_N), strides_dy[3], strides_y[3],
-                     w, there[piece], LOG, ONCE)
+                     w, there[piece], LOG)
         ds += (d,)
         ys += (p,)
     under_way(n)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from onchip.softmax.triton.cluster import INTERPRETED, enter, exchange
-from onchip.softmax.triton.rows import ONCE, ahead, begin, columns, ends, lead, locate, only, place, start, under_way, widen
+from onchip.softmax.triton.rows import ahead, begin, columns, ends, lead, locate, only, place, start, under_way, widen
 
 LOG2E = tl.constexpr(1.4426950408889634)
 HIDE = tl.constexpr("""{
@@ -57,13 +57,13 @@ def _kept(mask, step, w, lead, read, VECTOR: tl.constexpr):
 
 @triton.jit
 def _scores(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, scale, n, n0, SCALED: tl.constexpr,
-            MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr, VECTOR: tl.constexpr = 1, READ: tl.constexpr = None):
+            MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr, VECTOR: tl.constexpr = 1):
     """s of a block in float32; −∞ is selected, after scaling, where a position is hidden or does not exist."""
     read, seen = _seen(w, keep, lead, i0, exists, n, n0, VECTOR, CAUSAL)
     if not (SCALED or BIASED or MASKED):
-        s = tl.load(x + w * step_x, mask=read, other=float("-inf"), eviction_policy=READ).to(tl.float32)
+        s = tl.load(x + w * step_x, mask=read, other=float("-inf")).to(tl.float32)
         return tl.where(seen, s, float("-inf")) if CAUSAL else s
-    s = tl.load(x + w * step_x, mask=read, other=0.0, eviction_policy=READ).to(tl.float32)
+    s = tl.load(x + w * step_x, mask=read, other=0.0).to(tl.float32)
     keep = seen & read
     if MASKED:
         kept = _kept(mask, step_mask, w, lead, read, VECTOR)
@@ -189,7 +189,7 @@ def _wait(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists
         if (MASKED or CAUSAL) and SCALED:  # scale is not 0
             hidden = tl.where(scale < 0.0, float("inf"), float("-inf"))
         read, _ = _seen(w, keep, lead, i0, exists, n, n0, VECTOR, CAUSAL)
-        waiting = tl.load(x + w * step_x, mask=read, other=hidden, eviction_policy=ONCE)
+        waiting = tl.load(x + w * step_x, mask=read, other=hidden)
         if MASKED:
             kept = _kept(mask, step_mask, w, lead, read, VECTOR)
         if CAUSAL or (MASKED and waiting.shape[0] > 1):
@@ -200,7 +200,7 @@ def _wait(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists
             waiting = _hide(waiting, hidden, w - w // VECTOR * VECTOR, _last(w, lead, i0, n, n0, VECTOR))
     else:
         waiting = _scores(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, scale, n, n0, SCALED, MASKED, BIASED,
-                          CAUSAL, VECTOR, ONCE)
+                          CAUSAL, VECTOR)
     return waiting
 
 
