@@ -19,16 +19,22 @@ def data(*shape, size=3.0):
 
 @pytest.fixture
 def mutate(monkeypatch, tmp_path):
-    """Replace `old` by `new`, which must be there, in a kernel file, and use what comes out."""
-    def replace(name, old, new):
+    """Replace `old` by `new`, which must be there, in a kernel file, and use what comes out: by itself, or in the forward kernels."""
+    def load(name, change):
         source = (SOURCES / f"{name}.py").read_text()
-        assert old in source
+        assert change[0] in source
         path = tmp_path / f"mutant_{name}.py"
-        path.write_text(source.replace(old, new))
+        path.write_text(source.replace(*change))
         spec = importlib.util.spec_from_file_location(path.stem, path)
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, path.stem, module)
         spec.loader.exec_module(module)
+        return module
+
+    def replace(name, old, new):
+        module = load(name, (old, new))
+        if name == "scores":
+            name, module = "tile_forward", load("tile_forward", ("onchip.softmax.triton.scores", "mutant_scores"))
         monkeypatch.setattr(launch, name, module)
         forget()
 
@@ -40,11 +46,11 @@ MUTANTS = {
     "no maximum": ("tile_forward", "m = tl.max(largest, axis=1)", "m = tl.max(largest, axis=1) * 0.0", {"size": 40}),
     "no guard for a row of −∞": ("tile_forward", "m = tl.where(m == float(\"-inf\"), 0.0, m)", "m = m", {"mask": "empty"}),
     "no value for an empty row": ("tile_forward", "l = tl.where(l == 0.0, 1.0, l)", "l = l", {"mask": "empty"}),
-    "no scale": ("tile_forward", "s *= scale", "s = s", {"scale": 0.5}),
-    "padding that counts": ("tile_forward", "tl.where(keep, s, float(\"-inf\"))", "s", {"scale": 0.5}),
-    "no mask": ("tile_forward", "!= 0", ">= 0", {"mask": "half"}),
-    "triangle shifted by one": ("tile_forward", "VECTOR * VECTOR <= last", "VECTOR * VECTOR < last", {"causal": True}),
-    "triangle in the top left corner": ("tile_forward", "i0 + (n - n0)", "i0", {"causal": True}),
+    "no scale": ("scores", "s *= scale", "s = s", {"scale": 0.5}),
+    "padding that counts": ("scores", "tl.where(keep, s, float(\"-inf\"))", "s", {"scale": 0.5}),
+    "no mask": ("scores", "!= 0", ">= 0", {"mask": "half"}),
+    "triangle shifted by one": ("scores", "VECTOR * VECTOR <= last", "VECTOR * VECTOR < last", {"causal": True}),
+    "triangle in the top left corner": ("scores", "i0 + (n - n0)", "i0", {"causal": True}),
     "half a tile for rows that see more": ("tile_forward", "+ (n - n0) < BLOCK_N // 2", "+ (n - n0) < BLOCK_N",
                                            {"causal": True, "n": 1024}),
     "a tile that is begun twice": ("tile_forward", "tiles - 1 - tile // 2", "tiles - 2 - tile // 2", {"causal": True, "n": 1024}),
@@ -53,8 +59,8 @@ MUTANTS = {
                                            "for block in range(blocks - 1):", {"streamed": True}),
     "result without the first block": ("tile_forward", "for back in range(blocks):", "for back in range(blocks - 1):", {"streamed": True}),
     "log without the sum": ("tile_forward", "s - tl.log(l) if", "s if", {"log": True}),
-    "padding that is not −∞": ("tile_forward", "other=float(\"-inf\"))", "other=0.0)", {}),
-    "bias that is not added": ("tile_forward", "s += tl.load(bias", "s += 0.0 * tl.load(bias", {"bias": True}),
+    "padding that is not −∞": ("scores", "other=float(\"-inf\"))", "other=0.0)", {}),
+    "bias that is not added": ("scores", "s += tl.load(bias", "s += 0.0 * tl.load(bias", {"bias": True}),
     "maximum without the ends": ("tile_forward", "m = tl.maximum(m, tl.max(s_ends, axis=0))", "m = m", {"n": 601, "late": True}),
     "sum without the ends": ("tile_forward", "l += tl.sum(_exp(s_ends - only(_shift(m, WANTED))), axis=0)", "l += 0.0", {"n": 601}),
     "ends that are not written": ("tile_forward", "WANTED, HIDING), mask=keep)", "WANTED, HIDING), mask=w < 0)", {"n": 601}),

@@ -2,7 +2,7 @@
 
 The table is data: for each kernel, element size and head-dim block one tile a class of card. A class is named by the shared memory a block
 may have; a card takes the largest class it holds. The largest class's tiles up to head dim 128, and those of `DESCRIBED`, are the fastest
-of sweeps on an H200 (`benchmarks/attention_triton.py --sweep`; figures in docs/notes/triton-attention.md), the others were chosen from the
+of sweeps on an H200 (`benchmarks/attention_tiles.py`; figures in docs/notes/triton-attention.md), the others were chosen from the
 compiler's report: shared memory, no spills in the unmasked loop. `tests/attention/test_triton_compile.py` compiles rows for their class.
 """
 from functools import lru_cache

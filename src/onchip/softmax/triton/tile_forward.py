@@ -7,96 +7,11 @@ import triton
 import triton.language as tl
 
 from onchip.softmax.triton.cluster import INTERPRETED, enter, exchange
-from onchip.softmax.triton.rows import ahead, begin, columns, ends, lead, locate, only, place, start, under_way, widen
+from onchip.softmax.triton.rows import ahead, begin, columns, ends, lead, locate, only, place, start
+from onchip.softmax.triton.scores import end_scores, scores, take, wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
-HIDE = tl.constexpr("""{
-    .reg .b32 seen;
-    max.s32 seen, $3, 0;
-    bmsk.clamp.b32 seen, 0, seen;
-    lop3.b32 $0, $1, $2, seen, 0xE4;
-}""")
-SELECT = tl.constexpr("""{
-    .reg .b32 seen, two;
-    and.b32 seen, $6, 0x7F7F7F7F;
-    add.u32 seen, seen, 0x7F7F7F7F;
-    or.b32 seen, seen, $6;
-    prmt.b32 two, seen, 0, 0x9988;
-    lop3.b32 $0, $2, $4, two, 0xE4;
-    prmt.b32 two, seen, 0, 0xBBAA;
-    lop3.b32 $1, $3, $5, two, 0xE4;
-}""")
 Y, LOG_Y, SUM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what is wanted: y, log y or log Σ exp s
-
-
-@triton.jit
-def _last(w, lead, i0, n, n0, VECTOR: tl.constexpr):
-    """The last position that the triangle leaves a row, counted from the beginning of w's vector."""
-    return lead + tl.maximum(i0 + (n - n0), -1).to(w.dtype)[:, None] - w // VECTOR * VECTOR
-
-
-@triton.jit
-def _seen(w, keep, lead, i0, exists, n, n0, VECTOR: tl.constexpr, CAUSAL: tl.constexpr):
-    """Which positions of a block are read, and which of these count: those not above the triangle.
-
-    A vector that the triangle cuts is read whole: a bound inside it would make every access of the row one of a single element.
-    """
-    keep &= exists[:, None]
-    if not CAUSAL:
-        return keep, keep
-    last = _last(w, lead, i0, n, n0, VECTOR)
-    return keep & (last >= 0), w - w // VECTOR * VECTOR <= last
-
-
-@triton.jit
-def _kept(mask, step, w, lead, read, VECTOR: tl.constexpr):
-    """The mask's bytes of a block, a thread's those of its elements of x. By vectors of sixteen bytes it would have others, and results
-    would have to be moved between threads before they are stored."""
-    return tl.load(tl.max_contiguous(mask + (w - lead) * step, [1, VECTOR]), mask=read, other=0)
-
-
-@triton.jit
-def _scores(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, scale, n, n0, SCALED: tl.constexpr,
-            MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr, VECTOR: tl.constexpr = 1):
-    """s of a block in float32; −∞ is selected, after scaling, where a position is hidden or does not exist."""
-    read, seen = _seen(w, keep, lead, i0, exists, n, n0, VECTOR, CAUSAL)
-    if not (SCALED or BIASED or MASKED):
-        s = tl.load(x + w * step_x, mask=read, other=float("-inf")).to(tl.float32)
-        return tl.where(seen, s, float("-inf")) if CAUSAL else s
-    s = tl.load(x + w * step_x, mask=read, other=0.0).to(tl.float32)
-    keep = seen & read
-    if MASKED:
-        kept = _kept(mask, step_mask, w, lead, read, VECTOR)
-        under_way(n)
-        keep = seen & (kept != 0)
-    if SCALED:
-        s *= scale
-    if BIASED:
-        s += tl.load(bias + (w - lead) * step_bias, mask=read, other=0.0).to(tl.float32)
-    return tl.where(keep, s, float("-inf"))
-
-
-@triton.jit
-def _hide(x, hidden, w, last):
-    """16-bit elements, `hidden` where w > last: by a mask of two at once. Selected one by one, the row would take a register an element."""
-    if INTERPRETED:
-        return tl.where(w <= last, x.to(tl.float32), hidden).to(x.dtype)
-    hidden = (tl.zeros(x.shape, tl.float32) + hidden).to(x.dtype)
-    bits = ((last - w + 1) * 16).to(tl.int32)  # seen ones, from the first of two elements on
-    pair = [x.to(tl.int16, bitcast=True), hidden.to(tl.int16, bitcast=True), bits]
-    x16 = tl.inline_asm_elementwise(HIDE, "=r,r,r,r,r", pair, dtype=tl.int16, is_pure=True, pack=2)
-    return x16.to(x.dtype, bitcast=True)
-
-
-@triton.jit
-def _select(x, hidden, kept):
-    """16-bit elements, `hidden` where `kept`, bytes, is 0. The highest bit of a byte that is not 0 is set, and two bytes are made of it."""
-    if INTERPRETED:
-        return tl.where(kept != 0, x.to(tl.float32), hidden).to(x.dtype)
-    hidden = (tl.zeros(x.shape, tl.float32) + hidden).to(x.dtype)
-    four = [x.to(tl.int16, bitcast=True), hidden.to(tl.int16, bitcast=True), kept]
-    x16 = tl.inline_asm_elementwise(SELECT, "=r,=r,r,r,r,r,r", four, dtype=tl.int16, is_pure=True, pack=4)
-    return x16.to(x.dtype, bitcast=True)
 
 
 @triton.jit
@@ -121,25 +36,6 @@ def _normalise(s, shift, l, WANTED: tl.constexpr, HIDING: tl.constexpr):
         l = tl.where(l == 0.0, 1.0, l)
     s -= shift
     return s - tl.log(l) if WANTED == LOG_Y else _exp(s) * (1.0 / l)
-
-
-@triton.jit
-def _end_scores(x, mask, bias, strides_x, strides_mask, strides_bias, i2, i1, i0, lead, part, scale, n, n0, VECTOR: tl.constexpr,
-                SCALED: tl.constexpr, MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr):
-    """s of a row's first vector and its last one, element by element; the row's first part has them."""
-    w, keep = ends(only(lead), n, VECTOR)
-    j = w - only(lead)
-    keep &= part == 0
-    if CAUSAL:
-        keep &= j <= only(i0) + (n - n0)
-    s = tl.load(x + start(strides_x, i2, i1, i0, VECTOR) + w, mask=keep, other=0.0).to(tl.float32)
-    if SCALED:
-        s *= scale
-    if BIASED:
-        s += tl.load(bias + start(strides_bias, i2, i1, i0, 1) + j * strides_bias[3], mask=keep, other=0.0).to(tl.float32)
-    if MASKED:
-        keep &= tl.load(mask + start(strides_mask, i2, i1, i0, 1) + j * strides_mask[3], mask=keep, other=0) != 0
-    return tl.where(keep, s, float("-inf"))
 
 
 @triton.jit
@@ -174,46 +70,10 @@ def _statistics(x, mask, bias, step_x, step_mask, step_bias, lead, i0, exists, s
     l = tl.zeros([BLOCK_M], tl.float32)
     for block in range(blocks):
         w, keep = columns(block, BLOCK_N, lead, n, BLOCK_N, WIDE, VECTOR, EDGES)
-        s = _scores(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, scale, n, n0, SCALED, MASKED, BIASED, CAUSAL,
-                    VECTOR)
+        s = scores(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, scale, n, n0, SCALED, MASKED, BIASED, CAUSAL,
+                   VECTOR)
         m, l = _join(m, l, s, WANTED)
     return m, l
-
-
-@triton.jit
-def _wait(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, scale, n, n0, SCALED: tl.constexpr, MASKED: tl.constexpr,
-          BIASED: tl.constexpr, CAUSAL: tl.constexpr, VECTOR: tl.constexpr, NARROW: tl.constexpr):
-    """What waits of a piece of the row: s, or elements of 16 bits as they came."""
-    if NARROW:
-        hidden = 0.0 if SCALED else float("-inf")
-        if (MASKED or CAUSAL) and SCALED:  # scale is not 0
-            hidden = tl.where(scale < 0.0, float("inf"), float("-inf"))
-        read, _ = _seen(w, keep, lead, i0, exists, n, n0, VECTOR, CAUSAL)
-        waiting = tl.load(x + w * step_x, mask=read, other=hidden)
-        if MASKED:
-            kept = _kept(mask, step_mask, w, lead, read, VECTOR)
-        if CAUSAL or (MASKED and waiting.shape[0] > 1):
-            under_way(n)
-        if MASKED:
-            waiting = _select(waiting, hidden, kept)
-        if CAUSAL:
-            waiting = _hide(waiting, hidden, w - w // VECTOR * VECTOR, _last(w, lead, i0, n, n0, VECTOR))
-    else:
-        waiting = _scores(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, scale, n, n0, SCALED, MASKED, BIASED,
-                          CAUSAL, VECTOR)
-    return waiting
-
-
-@triton.jit
-def _take(waiting, keep, scale, SCALED: tl.constexpr, HIDING: tl.constexpr, NARROW: tl.constexpr, TIME: tl.constexpr):
-    """s of it, for the TIME-th time. What a triangle or a mask hides of 16-bit elements is −∞ when they are scaled, others need to be told
-    of."""
-    s = waiting.to(tl.float32) if TIME == 1 else widen(waiting, TIME > 2)
-    if NARROW and SCALED:
-        s *= scale
-        if not HIDING:
-            s = tl.where(keep, s, float("-inf"))
-    return s
 
 
 @triton.jit
@@ -226,23 +86,23 @@ def _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, sc
     row_x, row_mask = begin(x, strides_x, i2, i1, i0, VECTOR), begin(mask, strides_mask, i2, i1, i0, MASK_VECTOR)
     row_bias = begin(bias, strides_bias, i2, i1, i0, 1)
     if EDGES:  # asked for with the others
-        s_ends = _end_scores(x, mask, bias, strides_x, strides_mask, strides_bias, i2, i1, i0, before, part, scale, n, n0, VECTOR, SCALED,
-                             MASKED, BIASED, CAUSAL)
+        s_ends = end_scores(x, mask, bias, strides_x, strides_mask, strides_bias, i2, i1, i0, before, part, scale, n, n0, VECTOR, SCALED,
+                            MASKED, BIASED, CAUSAL)
     row, there = (), ()  # its pieces
     for piece in tl.static_range(PIECES):
         w, keep = columns(part, span, before, n, BLOCK_N, WIDE, VECTOR, EDGES, PARTS > 1, piece)
         there += (keep & exists[:, None],)
-        row += (_wait(ahead(row_x, piece, strides_x[3], BLOCK_N), row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], w,
-                      keep, before - piece * BLOCK_N, i0, exists, scale, n, n0, SCALED, MASKED, BIASED, CAUSAL, VECTOR, NARROW),)
-    largest = _take(row[0], there[0], scale, SCALED, MASKED or CAUSAL, NARROW, 1)
+        row += (wait(ahead(row_x, piece, strides_x[3], BLOCK_N), row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], w,
+                     keep, before - piece * BLOCK_N, i0, exists, scale, n, n0, SCALED, MASKED, BIASED, CAUSAL, VECTOR, NARROW),)
+    largest = take(row[0], there[0], scale, SCALED, MASKED or CAUSAL, NARROW, 1)
     for piece in tl.static_range(1, PIECES):
-        largest = tl.maximum(largest, _take(row[piece], there[piece], scale, SCALED, MASKED or CAUSAL, NARROW, 1))
+        largest = tl.maximum(largest, take(row[piece], there[piece], scale, SCALED, MASKED or CAUSAL, NARROW, 1))
     m = tl.max(largest, axis=1)
     if EDGES:
         m = tl.maximum(m, tl.max(s_ends, axis=0))
-    terms = _exp(_take(row[0], there[0], scale, SCALED, MASKED or CAUSAL, NARROW, 2) - _shift(m, WANTED)[:, None])
+    terms = _exp(take(row[0], there[0], scale, SCALED, MASKED or CAUSAL, NARROW, 2) - _shift(m, WANTED)[:, None])
     for piece in tl.static_range(1, PIECES):
-        terms += _exp(_take(row[piece], there[piece], scale, SCALED, MASKED or CAUSAL, NARROW, 2) - _shift(m, WANTED)[:, None])
+        terms += _exp(take(row[piece], there[piece], scale, SCALED, MASKED or CAUSAL, NARROW, 2) - _shift(m, WANTED)[:, None])
     l = tl.sum(terms, axis=1)
     if EDGES:
         l += tl.sum(_exp(s_ends - only(_shift(m, WANTED))), axis=0)
@@ -251,8 +111,8 @@ def _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, sc
             m, l = _statistics(row_x, row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], before, i0, exists, scale, n, n0,
                                tl.cdiv(n, BLOCK_N), WIDE, VECTOR, EDGES, BLOCK_M, BLOCK_N, WANTED, SCALED, MASKED, BIASED, CAUSAL)
             if EDGES:
-                s_ends = _end_scores(x, mask, bias, strides_x, strides_mask, strides_bias, i2, i1, i0, before, 0, scale, n, n0, VECTOR,
-                                     SCALED, MASKED, BIASED, CAUSAL)
+                s_ends = end_scores(x, mask, bias, strides_x, strides_mask, strides_bias, i2, i1, i0, before, 0, scale, n, n0, VECTOR,
+                                    SCALED, MASKED, BIASED, CAUSAL)
                 m, l = _join_ends(m, l, s_ends, WANTED)
         else:
             ms, ls = exchange(m, l, mail, PARTS)
@@ -264,7 +124,7 @@ def _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, sc
     else:
         row_y = begin(y, strides_y, i2, i1, i0, VECTOR)
         for piece in tl.static_range(PIECES):
-            s = _take(row[piece], there[piece], scale, SCALED, MASKED or CAUSAL, NARROW, 3)
+            s = take(row[piece], there[piece], scale, SCALED, MASKED or CAUSAL, NARROW, 3)
             tl.store(ahead(row_y, piece, strides_y[3], BLOCK_N) + w * strides_y[3],
                      _normalise(s, shift[:, None], l[:, None], WANTED, MASKED or CAUSAL), mask=there[piece])
         if BLOCKS > 1:  # 0 or −∞, and NaN in rows that have one
@@ -275,8 +135,8 @@ def _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, sc
         if EDGES:  # noqa: SIM102  known when it is compiled
             if part == 0:
                 if PARTS > 1:  # read again, rather than kept
-                    s_ends = _end_scores(x, mask, bias, strides_x, strides_mask, strides_bias, i2, i1, i0, before, part, scale, n, n0,
-                                         VECTOR, SCALED, MASKED, BIASED, CAUSAL)
+                    s_ends = end_scores(x, mask, bias, strides_x, strides_mask, strides_bias, i2, i1, i0, before, part, scale, n, n0,
+                                        VECTOR, SCALED, MASKED, BIASED, CAUSAL)
                 _store_ends(y, s_ends, shift, l, strides_y, i2, i1, i0, before, n, VECTOR, WANTED, MASKED or CAUSAL)
 
 
@@ -322,8 +182,8 @@ def _streamed(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias
         m, l = _statistics(row_x, row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], before, i0, exists, scale, n, n0,
                            blocks, WIDE, VECTOR, EDGES, BLOCK_M, BLOCK_N, WANTED, SCALED, MASKED, BIASED, CAUSAL)
         if EDGES:
-            s_ends = _end_scores(x, mask, bias, strides_x, strides_mask, strides_bias, i2, i1, i0, before, 0, scale, n, n0, VECTOR, SCALED,
-                                 MASKED, BIASED, CAUSAL)
+            s_ends = end_scores(x, mask, bias, strides_x, strides_mask, strides_bias, i2, i1, i0, before, 0, scale, n, n0, VECTOR, SCALED,
+                                MASKED, BIASED, CAUSAL)
             m, l = _join_ends(m, l, s_ends, WANTED)
         if WANTED == SUM:
             tl.store(y + i2 * strides_y[0] + i1 * strides_y[1] + i0 * strides_y[2], _shift(m, WANTED) + tl.log(l), mask=exists)
@@ -331,8 +191,8 @@ def _streamed(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias
             row_y = begin(y, strides_y, i2, i1, i0, VECTOR)
             for back in range(blocks):  # backwards: what was read last is nearest
                 w, keep = columns(blocks - 1 - back, BLOCK_N, before, n, BLOCK_N, WIDE, VECTOR, EDGES)
-                s = _scores(row_x, row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], w, keep, before, i0, exists, scale,
-                            n, n0, SCALED, MASKED, BIASED, CAUSAL, VECTOR)
+                s = scores(row_x, row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], w, keep, before, i0, exists, scale,
+                           n, n0, SCALED, MASKED, BIASED, CAUSAL, VECTOR)
                 tl.store(row_y + w * strides_y[3], _normalise(s, _shift(m, WANTED)[:, None], l[:, None], WANTED, MASKED or CAUSAL),
                          mask=exists[:, None] & keep)
             if EDGES:

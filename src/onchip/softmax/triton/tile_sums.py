@@ -7,7 +7,8 @@ from torch import Tensor
 from onchip.softmax.contract import Spec
 from onchip.softmax.triton.launch import Launch, kind, remembered
 from onchip.softmax.triton.rows import columns, fold, locate
-from onchip.softmax.triton.tile_forward import LOG2E, _scores
+from onchip.softmax.triton.scores import scores
+from onchip.softmax.triton.tile_forward import LOG2E
 
 
 @triton.jit
@@ -27,8 +28,8 @@ def _spread(x, dx, g, sums, mask, bias, strides_x, strides_dx, strides_g, stride
             total = tl.where(total == float("-inf"), 0.0, total)
         for block in range(blocks):
             w, keep = columns(block, BLOCK_N, 0, n, BLOCK_N, WIDE, 1, False)
-            s = _scores(row_x, row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], w, keep, 0, i0, exists, scale, n, n0,
-                        SCALED, MASKED, BIASED, CAUSAL)
+            s = scores(row_x, row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], w, keep, 0, i0, exists, scale, n, n0,
+                       SCALED, MASKED, BIASED, CAUSAL)
             tl.store(row_dx + w * strides_dx[3], weight[:, None] * tl.exp2((s - total[:, None]) * LOG2E), mask=exists[:, None] & keep)
 
 
