@@ -100,14 +100,46 @@ def padded(group):
 
 
 @gluon.jit
+def _members(GROUP: gl.constexpr):
+    """Places in a group and, up to a power of two, beyond it."""
+    return gl.arange(0, padded(GROUP), gl.BlockedLayout([1], [32], [WARPS], [0]))
+
+
+@gluon.jit
+def _ask(words, GROUP: gl.constexpr):
+    """The words that the group's blocks have published so far."""
+    p = _members(GROUP)
+    return gl.load(words + p, mask=p < GROUP, other=0, volatile=True)
+
+
+@gluon.jit
+def _missing(known, tag, GROUP: gl.constexpr):
+    """Which of the group's words do not carry the tag."""
+    return (_members(GROUP) < GROUP) & ((known >> 32).to(gl.int32) != tag)
+
+
+@gluon.jit
+def _values(known, default, GROUP: gl.constexpr):
+    """What the words carry beside the tag, and `default` beyond the group."""
+    return gl.where(_members(GROUP) < GROUP, known.to(gl.int32).to(gl.float32, bitcast=True), default)
+
+
+@gluon.jit
 def collect(words, tag, default, GROUP: gl.constexpr):
-    """The group's values and, up to a power of two, `default`; waits until all carry the tag."""
-    p = gl.arange(0, padded(GROUP), gl.BlockedLayout([1], [32], [WARPS], [0]))
-    there = p < GROUP
-    known = gl.load(words + p, mask=there, other=0, volatile=True)
-    while gl.sum((there & ((known >> 32).to(gl.int32) != tag)).to(gl.int32), 0) > 0:
-        known = gl.load(words + p, mask=there, other=0, volatile=True)
-    return gl.where(there, known.to(gl.int32).to(gl.float32, bitcast=True), default)
+    """A value of each of the group's blocks and, up to a power of two, `default`; waits until all carry the tag."""
+    known = _ask(words, GROUP)
+    while gl.sum(_missing(known, tag, GROUP).to(gl.int32), 0) > 0:
+        known = _ask(words, GROUP)
+    return _values(known, default, GROUP)
+
+
+@gluon.jit
+def collect_pair(words, tag, GROUP: gl.constexpr):
+    """m and l of each of them, −∞ and 0 beyond. Asked for together: one after the other they would go to L2 and back twice, 0.6 µs each."""
+    m, l = _ask(words, GROUP), _ask(words + GROUP, GROUP)
+    while gl.sum((_missing(m, tag, GROUP) | _missing(l, tag, GROUP)).to(gl.int32), 0) > 0:
+        m, l = _ask(words, GROUP), _ask(words + GROUP, GROUP)
+    return _values(m, float("-inf"), GROUP), _values(l, 0.0, GROUP)
 
 
 @gluon.jit

@@ -5,7 +5,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from onchip.softmax.triton.parts import (
     THREADS,
-    collect,
+    collect_pair,
     complete,
     exp,
     fetch,
@@ -89,8 +89,7 @@ def parts_forward(x, y, mask, words, tag, scale, rows, n, n0, n1, x_extent: gl.i
             buffer = words + (tag & 1) * (2 * GROUP)  # two take turns: no block is two rows ahead of another
             publish(buffer + part, row_m, tag)
             publish(buffer + GROUP + part, row_l, tag)
-            ms = collect(buffer, tag, float("-inf"), GROUP)
-            ls = collect(buffer + GROUP, tag, 0.0, GROUP)
+            ms, ls = collect_pair(buffer, tag, GROUP)
             row_m = gl.max(ms, 0)
             row_l = gl.sum(ls * exp(ms - shifted(row_m, WANTED)), 0)
             tag += 1
