@@ -45,8 +45,9 @@ def main(cases: list) -> list[dict]:
     for case in cases:
         with machine_with(CARD), offline(90) as launched:
             if case == "topk":
-                for n, k, dtype in ((256, 8, torch.bfloat16), (131072, 8, torch.bfloat16), (50257, 16, torch.float32)):
-                    topk(torch.empty(9999, n, dtype=dtype, device="meta"), k, -1, False, torch.float32)
+                for rows, n, k, dtype in ((9999, 256, 8, torch.bfloat16), (9999, 131072, 8, torch.bfloat16),
+                                          (2670, 50257, 8, torch.bfloat16), (9999, 50257, 16, torch.float32)):
+                    topk(torch.empty(rows, n, dtype=dtype, device="meta"), k, -1, False, torch.float32)
             else:
                 dtype = getattr(torch, case[1])
                 x, spec = torch.empty(9999, case[0], dtype=dtype, device="meta"), Spec(-1, False, 1.0, False, False, dtype)
