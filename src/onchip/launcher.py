@@ -105,6 +105,17 @@ class Launcher:
         return start
 
 
+def divisor(d: int) -> tuple[int, int, int]:
+    """d, m and s, by which a kernel divides: x // d = (2x · m >> 32) >> s for 0 ≤ x < 2³¹. m: 32 bits, as a signed number.
+
+    s = ⌈log₂ d⌉ and m = ⌈2^(31 + s) / d⌉ (Granlund & Montgomery, "Division by invariant integers using multiplication", PLDI 1994). The
+    compiler's own division is some 30 instructions that wait for each other, several hundred clocks.
+    """
+    s = (d - 1).bit_length()
+    m = -(-(1 << 31 + s) // d)
+    return d, m - (1 << 32) if m >= 1 << 31 else m, s
+
+
 class Parameter(NamedTuple):
     """One parameter of a kernel."""
 

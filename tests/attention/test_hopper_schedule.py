@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 from onchip.attention.hopper import schedule, tiles
-from onchip.attention.hopper.launch import divisor
 from onchip.attention.hopper.split import tile_blocks
 from onchip.attention.problem import Spec
+from onchip.launcher import divisor
 
 
 class Number(int):

@@ -1,7 +1,10 @@
 """How shapes and strides fold into rows, and addresses beyond 32 bits."""
 import pytest
 import torch
+import triton
+import triton.language as tl
 
+from onchip.launcher import divisor
 from onchip.softmax import log_softmax, logsumexp, softmax
 from onchip.softmax.triton import plan, rows
 from onchip.testing.softmax import DEVICE, agree
@@ -29,6 +32,21 @@ def test_a_broadcast_mask_keeps_apart_only_what_it_must():
     x = torch.empty(2, 3, 4, 5)
     assert folded(x, -1, torch.empty(2, 1, 1, 5).expand(2, 3, 4, 5))[0] == (2, 1, 12, 5)
     assert folded(x, -1, torch.empty(2, 1, 4, 5).expand(2, 3, 4, 5))[0] == (2, 3, 4, 5)
+
+
+@triton.jit
+def quotients(x, out, d, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    tl.store(out + i, rows.over(tl.load(x + i), d))
+
+
+@pytest.mark.parametrize("d", [1, 2, 3, 7, 64, 65, 1000, 65537, 1 << 30, (1 << 31) - 1])
+def test_division_is_exact(d):
+    near = {k * d + e for k in (1, 2, 3, (1 << 31) // d - 1, (1 << 31) // d) for e in (-1, 0, 1)} | {0, 1, (1 << 31) - 1, 123456789}
+    x = torch.tensor(sorted(n for n in near if 0 <= n < 1 << 31)[-16:] + [0] * 16, dtype=torch.int32, device=DEVICE)[:16]
+    out = torch.full_like(x, -1)
+    quotients[(1,)](x, out, divisor(d), 16)
+    assert torch.equal(out, x // d)
 
 
 def test_queries_stay_by_themselves():

@@ -20,7 +20,7 @@ from onchip.attention.hopper.producer import FAR
 from onchip.attention.hopper.split import Merge, cut
 from onchip.attention.hopper.tiles import ROWS, Tile
 from onchip.attention.problem import AttentionProblem
-from onchip.launcher import Launcher
+from onchip.launcher import Launcher, divisor
 
 LOG2E = math.log2(math.e)
 WRAP, ORIGIN = 1 << 34, 0x7FFF0000  # stride of the wrap axis (less a row); extent of the wrap and origin axes
@@ -96,13 +96,6 @@ def boxes(tile: Tile, split: bool = False) -> list[tuple[int, int] | None]:
 def shared_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """How TMA lays a box out in shared memory."""
     return gl.NVMMASharedLayout.get_default_for([1, 1, 1, rows, columns], DTYPES[dtype])
-
-
-def divisor(d: int) -> tuple[int, int, int]:
-    """A number and how to divide by it: the fields of `schedule.Divisor`."""
-    s = (d - 1).bit_length()
-    m = -(-(1 << 31 + s) // d)
-    return d, m - (1 << 32) if m >= 1 << 31 else m, s
 
 
 def runs_on(t: Tensor) -> bool:

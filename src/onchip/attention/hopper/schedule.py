@@ -14,10 +14,7 @@ BM = gl.constexpr(64)  # rows of a consumer: one wgmma's
 
 @aggregate
 class Divisor:
-    """A number to divide by: x // d = (2x · m >> 32) >> s for 0 ≤ x < 2³¹, with s = ⌈log₂ d⌉ and m = ⌈2^(31 + s) / d⌉.
-
-    The compiler's own division is 30 instructions that wait for each other, several hundred clocks; a tile takes six in each consumer.
-    """
+    """A number to divide by, see `onchip.launcher.divisor`. A tile takes six divisions in each consumer."""
 
     d: gl.tensor
     m: gl.tensor  # its 32 bits, as a signed number

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onchip.launcher import divisor
 from onchip.softmax.triton import plan as plans
 from onchip.softmax.triton.plan import Plan
 
@@ -100,7 +101,7 @@ class Rows:
         """What every tile kernel is told of its rows and tiles."""
         plan = self.plan
         reach = (self.n + plan.block_n * plan.pieces + 2 * self.vector * self.edges) * max(1, *(s[3] for s in self.strides.values()))
-        shape = {"n": self.n, "n0": self.n0, "n1": self.n1, "groups": self.groups, "tiles_a_group": self.tiles_a_group,
+        shape = {"n": self.n, "n0": self.n0, "n1": self.n1, "groups": self.groups, "tiles_a_group": divisor(self.tiles_a_group),
                  "tiles": self.tiles, "blocks": triton.cdiv(self.n, plan.block_n), "span": plan.span(self.n)}
         constants = {"FLAT": self.groups == 1, "PACKED": self.packed, "WIDE": reach > INT32_MAX, "VECTOR": self.vector, "EDGES": self.edges,
                      "MASK_VECTOR": self.mask_vector, "BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "PARTS": plan.parts,
@@ -162,13 +163,21 @@ def layout(shape: torch.Size, strides: tuple[tuple[str, tuple[int, ...]], ...], 
 
 
 @triton.jit
+def over(x, d):
+    """x // d for 0 ≤ x < 2³¹ and d from `onchip.launcher.divisor`: a program's first load waits for it."""
+    high = tl.umulhi(2 * tl.cast(x, tl.uint32), tl.cast(d[1], tl.uint32))
+    return tl.cast(high >> tl.cast(d[2], tl.uint32), tl.int32)
+
+
+@triton.jit
 def place(tile, groups, tiles_a_group, SHARED: tl.constexpr):
     """A tile's group, and which of it the tile is. SHARED: the groups take turns, of so many tiles each."""
     if SHARED:
         turn = tile // SHARED
         group, at = turn % groups, turn // groups * SHARED + tile % SHARED
     else:
-        group, at = tile // tiles_a_group, tile % tiles_a_group
+        group = over(tile, tiles_a_group)
+        at = tile - group * tiles_a_group[0]
     return group, at
 
 
