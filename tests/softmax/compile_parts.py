@@ -27,8 +27,9 @@ def read(made: Compiled) -> dict:
              "wide_copies": sum(int(size, 0) == 16 for size in copies), "stores": len(stores),
              "wide_stores": sum(".v4" in s for s in stores), "wide": len(re.findall(r"\b(?:ld|st)\.global\S*v4", made.ptx))}
     if made.constants.get("PARTS", 1) > 1:
-        found |= {"parts": made.constants["PARTS"], "cluster_waits": made.ptx.count("barrier.cluster.wait"),
-                  "sends": made.ptx.count("st.async")}
+        held = made.constants.get("HELD", 0) * made.constants["BLOCK_N"] * 4
+        found |= {"parts": made.constants["PARTS"], "held": held, "beside": made.shared - held,
+                  "cluster_waits": made.ptx.count("barrier.cluster.wait"), "sends": made.ptx.count("st.async")}
     if made.name.startswith("parts"):
         vector, slots = made.constants["VECTOR"], made.constants["BLOCK_N"] // made.constants["VECTOR"]
         inputs = 2 if made.name == "parts_backward" else 1

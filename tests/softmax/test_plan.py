@@ -172,6 +172,8 @@ def test_clusters_compile_for_hopper_without_spills():
         assert kernel["wide"] > 0, kernel
         assert kernel["parts"] > 1, kernel
         assert kernel["cluster_waits"] == kernel["sends"] == 1, kernel
+        assert 144 <= kernel["beside"] <= 1024, kernel  # mail, and what reductions take
+    assert [kernel["held"] for kernel in kernels] == [0] * 9 + [8 * 4096]  # of 262144 columns of float32, backward
 
 
 def test_two_passes_compile_with_edges_and_without():

@@ -219,7 +219,8 @@ def _read(compiled: Any, log: str, constants: Mapping[str, Any], seconds: float)
         threads=int(threads[1]) if threads else 32 * compiled.metadata.num_warps,
         registers=reported(r"Used (\d+) registers"), stack=reported(r"(\d+) bytes stack frame"),
         spill_stores=reported(r"(\d+) bytes spill stores"), spill_loads=reported(r"(\d+) bytes spill loads"),
-        shared=compiled.metadata.shared, counts=count(_code(sass)) if sass else count(ptx, "PTX"), counted_in="SASS" if sass else "PTX",
+        shared=compiled.metadata.shared + reported(r"(\d+) bytes smem"),  # Triton's own, and what inline PTX declares
+        counts=count(_code(sass)) if sass else count(ptx, "PTX"), counted_in="SASS" if sass else "PTX",
         notes=tuple(line.split(": ", 1)[1].strip() for line in log.splitlines() if re.search(r"\(C75\d\d\)", line)),
         seconds=seconds, ptx=ptx, sass=sass)
 
