@@ -25,113 +25,31 @@ Sources: FlashAttention-3 (arXiv 2407.08608, Alg. 1–2) for the schedule; "Onli
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
+from onchip.attention.hopper.arithmetic import (
+    finite,
+    hide,
+    multiply_pv,
+    multiply_qk,
+    pack,
+    partial_sums,
+    raise_maximum,
+    score,
+    wait_pv,
+)
 from onchip.attention.hopper.compat import log2, stores_done, thread_block
-from onchip.attention.hopper.producer import REPORT, STOP, Tensors, barriers, buffers, produce, read_word, store
+from onchip.attention.hopper.output import store_part, store_tile
+from onchip.attention.hopper.producer import REPORT, STOP, Tensors, barriers, buffers, produce, read_word
 from onchip.attention.hopper.schedule import BM, Call, Divisor
 
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
-HIDDEN = gl.constexpr(float("-inf"))
 START = gl.constexpr(-3)  # before the first word
 # A row's sum must lie between these: terms 2⁻⁶⁶ of the sum are still normal numbers, and no term nears fp32's overflow.
 LOW, HIGH = gl.constexpr(2.0**-60), gl.constexpr(2.0**100)
 # fp16's p may not sink: rows are as far above its smallest number as with online softmax (l ≥ 1). One that passes 65504 is infinite in o.
 HALF_LOW = gl.constexpr(0.5)
-
-
-@gluon.jit
-def multiply_qk(call, x, slot, stage):
-    """s = q kᵀ, under way."""
-    zero = gl.zeros([BM, call.BN], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, call.BN, 16]))
-    s = warpgroup_mma(x.q_s[0].index(slot), x.k_s[0].index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-    if call.D1 > 0:
-        s = warpgroup_mma(x.q_s[1].index(slot), x.k_s[1].index(stage).permute((1, 0)), s, is_async=True)
-    return s
-
-
-@gluon.jit
-def multiply_pv(call, x, p, stage, o, o1):
-    """o += p v, under way."""
-    dtype: gl.constexpr = x.v_s[0].dtype
-    o = warpgroup_mma(unpack(p, dtype, gl.DotOperandLayout(0, o.type.layout, 2)), x.v_s[0].index(stage), o, is_async=True)
-    if call.V1 > 0:
-        o1 = warpgroup_mma(unpack(p, dtype, gl.DotOperandLayout(0, o1.type.layout, 2)), x.v_s[1].index(stage), o1, is_async=True)
-    return o, o1
-
-
-@gluon.jit
-def wait_pv(call, pending: gl.constexpr, o, o1):
-    """o and o1 complete; `pending` matmuls issued after them may still run."""
-    if call.V1 > 0:
-        o, o1 = warpgroup_mma_wait(pending, deps=(o, o1))
-    else:
-        o = warpgroup_mma_wait(pending, deps=(o,))
-    return o, o1
-
-
-@gluon.jit
-def pack(p, dtype: gl.constexpr):
-    """p (rows, keys) rounded to 16 bits, two neighbours in an int32 (rows, keys / 2): carried through a loop one by one, they are taken
-    apart and put together again, 64 instructions a block."""
-    even, odd = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
-    if dtype == gl.float16:
-        return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
-    else:  # noqa: RET505
-        return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def unpack(p, dtype: gl.constexpr, layout: gl.constexpr):
-    """The inverse of `pack`, as an operand of wgmma."""
-    pairs = gl.join(p.to(gl.int16).to(dtype, bitcast=True), (p >> 16).to(gl.int16).to(dtype, bitcast=True))
-    return gl.convert_layout(gl.reshape(pairs, [p.shape[0], 2 * p.shape[1]]), layout)
-
-
-@gluon.jit
-def in_lanes(s):
-    """s (rows, keys) as (rows, keys / 8, 4, 2): in the accumulator layout axis 2 counts lanes, and axes 1 and 3 a thread's registers."""
-    return gl.reshape(s, [s.shape[0], s.shape[1] // 8, 4, 2])
-
-
-@gluon.jit
-def partial_sums(p):
-    """Row sums over the columns one thread holds, (rows, 4)."""
-    return gl.sum(gl.sum(in_lanes(p), 3), 1)
-
-
-@gluon.jit
-def finite(m):
-    """The shift for a row maximum: 0 where no key was seen yet, so that −∞ − (−∞) never happens."""
-    return gl.where(m == HIDDEN, 0.0, m)
-
-
-@gluon.jit
-def raise_maximum(s, m, l, scale):
-    """(new maximum, new l, factor by which what was summed before shrinks)."""
-    new = gl.maximum(m, gl.max(s, 1) * scale)
-    alpha = gl.exp2(m - finite(new))
-    return new, l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None], alpha
-
-
-@gluon.jit
-def hide(s, call, first, row, rows, keys):
-    """s of query rows first, first + 1, … and keys row, row + 1, …, with −∞ where the row does not see the key.
-
-    Written so that a thread compares two numbers for each of its rows with constants: 8a + b ≤ limit − row − 2·lane.
-    """
-    r = in_lanes(s)
-    LANES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, r.type.layout))  # (rows, 4)
-    REGISTERS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, r.type.layout))  # (keys / 8, 2)
-    lowest, highest = call.sight(first + gl.arange(0, BM, gl.SliceLayout(1, LANES)), rows, keys)
-    at = row + 2 * gl.arange(0, 4, gl.SliceLayout(0, LANES))[None, :]
-    a = 8 * gl.arange(0, r.shape[1], gl.SliceLayout(1, REGISTERS))[:, None] + gl.arange(0, 2, gl.SliceLayout(0, REGISTERS))[None, :]
-    a = gl.expand_dims(gl.expand_dims(a, 0), 2)
-    seen = a <= gl.expand_dims(gl.expand_dims(highest[:, None] - at, 1), 3)
-    if call.LEFT:
-        seen = seen & (a >= gl.expand_dims(gl.expand_dims(lowest[:, None] - at, 1), 3))
-    return gl.convert_layout(gl.reshape(gl.where(seen, r, HIDDEN), s.shape), s.type.layout)
 
 
 @gluon.jit
@@ -186,14 +104,6 @@ def pass_turn(call, x, c: gl.constexpr, word):
     """The next consumer may issue its matmuls."""
     if call.PING_PONG:
         mbarrier.arrive(x.turns.index((c + 1) % call.NC), count=1, pred=word >= 0)
-
-
-@gluon.jit
-def score(s, cap, SOFTCAP: gl.constexpr):
-    """What `scale` turns into logits: q·k, or its softcap."""
-    if SOFTCAP:
-        s = 1.0 - 2.0 / (gl.exp2(s * cap) + 1.0)
-    return s
 
 
 @gluon.jit
@@ -353,53 +263,6 @@ def attend(c: gl.constexpr, call, x, lse, sinks, scale, cap, word, s, at, told, 
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(x.k_empty.index(stage), count=1, pred=following >= 0)
     return following, s, at, told
-
-
-@gluon.jit
-def store_tile(c: gl.constexpr, call, x, b, h, first, rows, q_begin, factor, o, o1):
-    """64 rows of o, scaled and rounded, through shared memory."""
-    dtype: gl.constexpr = x.v_s[0].dtype
-    V0: gl.constexpr = o.shape[1]
-    V1: gl.constexpr = call.V1
-    rounded = (o * gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout))[:, None]).to(dtype)
-    tma.store_wait(0)
-    if call.PIECES == 1:
-        x.o_s[0].index(c).store(rounded)
-        if V1 > 0:
-            x.o_s[1].index(c).store((o1 * gl.convert_layout(factor, gl.SliceLayout(1, o1.type.layout))[:, None]).to(dtype))
-        fence_async_shared()
-        store(x.o[0], q_begin + b * x.step_o, rows, h, first, 0, x.o_s[0].index(c))
-        if V1 > 0:
-            store(x.o[1], q_begin + b * x.step_o, rows, h, first, 0, x.o_s[1].index(c))
-    else:
-        left, right = gl.split(gl.permute(gl.reshape(rounded, [BM, 2, V0 // 2]), (0, 2, 1)))
-        x.o_s[0].index(c).store(left)
-        fence_async_shared()
-        store(x.o[0], q_begin + b * x.step_o, rows, h, first, 0, x.o_s[0].index(c))
-        tma.store_wait(0)
-        x.o_s[0].index(c).store(right)
-        fence_async_shared()
-        store(x.o[0], q_begin + b * x.step_o, rows, h, first, V0 // 2, x.o_s[0].index(c))
-
-
-@gluon.jit
-def store_part(call, x, lse, row, rows, lse2, factor, o, o1):
-    """o and lse of 64 rows (of the first `rows` of them) of one part, from `row` on, counted through all rows of all parts."""
-    width: gl.constexpr = o.shape[1] + call.V1
-    i = gl.arange(0, BM, lse2.type.layout)
-    gl.store(lse + row + i, lse2, mask=i < rows)
-    store_columns(x.partial + row * width, width, rows, o, factor)
-    if call.V1 > 0:
-        store_columns(x.partial + row * width + o.shape[1], width, rows, o1, factor)
-
-
-@gluon.jit
-def store_columns(to, width: gl.constexpr, rows, o, factor):
-    """The first `rows` rows of o, scaled, into columns of a matrix `width` wide, from the registers: a quad of lanes writes 32 bytes."""
-    ROWS: gl.constexpr = gl.SliceLayout(1, o.type.layout)
-    i = gl.arange(0, BM, ROWS)[:, None]
-    column = gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout))[None, :]
-    gl.store(to + i * width + column, o * gl.convert_layout(factor, ROWS)[:, None], mask=i < rows)
 
 
 # The functions below are what `warp_specialize` takes: one a partition, all with the same arguments.
