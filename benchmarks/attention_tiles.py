@@ -4,26 +4,20 @@
 
 Each candidate's results are held against float64 first, as benchmarks/attention_triton.py does; then they take turns.
 """
-import argparse
-import json
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-from attention_triton import DEVICE, FP32_SHAPES, SHAPES, Calls, eager, flops, inputs, timed
+from attention_triton import DEVICE, FP32_SHAPES, SHAPES, Calls, eager, flops, inputs, main, timed
 from torch import Tensor
 
 from onchip.attention import attention
 from onchip.attention.contract import Spec
 from onchip.attention.triton import backward, forward, launch
 from onchip.attention.triton.tiles import Tile
-from onchip.cli.common import whole_file
 
 # (kernel, dtype, head dim) → tiles to time: rows x keys x warps x stages, in 16 bits with descriptors unless it says pointers
 CANDIDATES: dict[tuple[str, str, int], list[str]] = {
@@ -108,22 +102,5 @@ def sweep(workers: int) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
-    """Print rates, fastest first, and write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where to write the results")
-    parser.add_argument("--workers", type=int, default=14, help="processes that compile candidates")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("attention_tiles: no CUDA device")
-    torch.manual_seed(0)
-    versions = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-    result = {**versions, "sweep": sweep(args.workers)}
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(args.json) as path:
-            path.write_text(json.dumps(result, indent=1))
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, lambda workers: {"sweep": sweep(workers)})

@@ -193,24 +193,27 @@ def report(title: str, row: dict[str, Any]) -> None:
           + f" ratio {row['ratio']:.2f}{bar}", flush=True)
 
 
-def main() -> None:
+def bars(workers: int) -> dict[str, Any]:
+    """Every row, compiled by so many processes beforehand."""
+    jobs = [(*kind, causal, False) for kind in ((128, "bfloat16"), (64, "bfloat16"), (128, "float32"), (64, "float32"))
+            for causal in (False, True)] + [(128, "bfloat16", causal, True) for causal in (False, True)]
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        list(pool.map(build, jobs))
+    cases = [(s, torch.bfloat16) for s in SHAPES] + [(s, torch.float32) for s in FP32_SHAPES]
+    return {"rows": [row for (shape, dtype), causal in product(cases, (False, True)) for row in compare(shape, dtype, causal)],
+            "packed": [row for causal in (False, True) for row in packed(causal)], "memory": [memory(seq) for seq in MEMORY_LENGTHS]}
+
+
+def main(about: str | None, measure: Callable[[int], dict[str, Any]]) -> None:
     """Check and measure, a line a row, then all of it as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where to write the results")
     parser.add_argument("--workers", type=int, default=14, help="processes that compile")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("attention_triton: no CUDA device")
+        sys.exit(f"{Path(sys.argv[0]).stem}: no CUDA device")
     torch.manual_seed(0)
-    result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-    jobs = [(*kind, causal, False) for kind in ((128, "bfloat16"), (64, "bfloat16"), (128, "float32"), (64, "float32"))
-            for causal in (False, True)] + [(128, "bfloat16", causal, True) for causal in (False, True)]
-    with ProcessPoolExecutor(args.workers, get_context("spawn")) as pool:
-        list(pool.map(build, jobs))
-    cases = [(s, torch.bfloat16) for s in SHAPES] + [(s, torch.float32) for s in FP32_SHAPES]
-    result["rows"] = [row for (shape, dtype), causal in product(cases, (False, True)) for row in compare(shape, dtype, causal)]
-    result["packed"] = [row for causal in (False, True) for row in packed(causal)]
-    result["memory"] = [memory(seq) for seq in MEMORY_LENGTHS]
+    result = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__, **measure(args.workers)}
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(args.json) as path:
@@ -218,4 +221,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, bars)

@@ -177,8 +177,7 @@ def _backward(dy: Tensor, y: Tensor, dx: Tensor, spec: Spec) -> Launch | None:
         from onchip.softmax.triton.parts_backward import parts_backward
 
         return _launch_parts(parts_backward, rows, parts, 3, named, y.device)
-    more = {"NARROW": rows.plan.narrow, "HELD": rows.plan.held if rows.vector == plans.HELD_VECTOR else 0}
-    return _launch_tiles(tile_backward, rows, 3, {**named, **more}, y.device)
+    return _launch_tiles(tile_backward, rows, 3, {**named, "NARROW": rows.plan.narrow, "HELD": rows.plan.held}, y.device)
 
 
 def _launch_tiles(module: Any, rows: Rows, tensors: int, named: dict[str, Any], device: torch.device) -> Launch:

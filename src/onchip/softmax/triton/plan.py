@@ -37,7 +37,7 @@ RESIDENT_WARPS = {1024: (2, 2), 2048: (4, 4), 4096: (8, 16), 8192: (16, 16), 163
 # Wider rows of 16 bits, forward: width → rows, warps and registers. So 2 programs of 32768 columns share an SM, and one reads while the
 # other computes: 4.03 TB/s where rows in float32 had 3.13; four of 16384: 4.05, with eight warps each 4.02, in float32 3.65; a copy 4.15.
 NARROW = {16384: (1, 16, 32), 32768: (1, 16, 64)}
-NARROW_MORE = {16384: (1, 8, None), 32768: (1, 16, 64)}  # where a triangle has a mask or ends of rows beside it: they take registers
+NARROW_MORE = NARROW | {16384: (1, 8, None)}  # where a triangle has a mask or ends of rows beside it: they take registers
 # Rows that start inside a vector: their ends cost each thread some 100 instructions, so it gets 32 elements, 14 instructions for each.
 # With 16 it is 20, of the 32 that an SM issues at the memory's rate: within 1 % at 1001 and 4095 columns, 3 % slower at 8191.
 EDGES_EACH = 32
