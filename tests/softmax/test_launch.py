@@ -115,6 +115,18 @@ def test_a_plain_call_takes_the_short_way(known):
         assert softmax(known) == "short"
 
 
+def test_what_a_launch_raises_is_raised_at_once(known, monkeypatch):
+    def full(x, address):
+        raise torch.OutOfMemoryError
+
+    this, options = (lambda x: True, known.data_ptr() % 16, full), (False, -1, None, None, False, "auto")
+    monkeypatch.setattr(api, "_KNOWN", {(known.shape, *options): (this,)})
+    for latest in (this, (lambda x: False, 0, None)):
+        monkeypatch.setattr(api, "_LATEST", {options: latest})
+        with pytest.raises(torch.OutOfMemoryError):
+            softmax(known)
+
+
 def test_other_arguments_do_not(known):
     assert softmax(torch.randn(3, 5)) == "long"  # another class: a parameter, a fake tensor
     for arguments in ({"mask": True}, {"bias": True}, {"inplace": True}, {"dim": True}, {"causal": 1}, {"dtype": ["no", "hash"]},
