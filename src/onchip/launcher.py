@@ -21,6 +21,8 @@ FLOATS = {"fp16": "<e", "fp32": "<f", "fp64": "<d"}  # Triton's types → how `s
 SIZES = {f"{sign}{bits}": -(-bits // 8) for sign in "iu" for bits in (1, 8, 16, 32, 64)} | {  # → bytes of a parameter
     "bf16": 2, **{kind: struct.calcsize(written) for kind, written in FLOATS.items()}}
 BLOCK, BLOCK_SIZE = 1, 2  # CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE
+CONFIG = struct.Struct("<3I3II4xQQI4x")  # CUlaunchConfig: grid, block, bytes of shared memory, stream, attributes, how many
+STREAM, PARAMETERS = 32, 64  # in a launch's memory, where the stream is and the parameters begin
 SCRATCH = 2  # pointers behind a kernel's own parameters: memory for itself and for Triton's profiler, which no kernel here wants
 
 
@@ -87,16 +89,15 @@ class Launcher:
         warps, _, shared, *_ = self._compiled.packed_metadata
         block = _packed(parameters, offsets)
         free: list[tuple[Any, ...]] = []  # a launch has one to itself, taken and put back in steps that no thread interrupts
-        launch = driver.launch
+        launch, write = driver.launch, struct.Struct(f"<Q{PARAMETERS - STREAM - 8}x{filled}Q").pack_into
 
         def start(stream: int, *values: int) -> None:
             try:
                 memory = free.pop()
             except IndexError:
                 memory = _memory(grid, warps, shared, block)
-            config, where, words, extra, _size = memory
-            config.stream = stream
-            words[:filled] = values
+            config, where, extra, _size = memory
+            write(config, STREAM, stream, *values)
             failed = launch(where, function, None, extra)
             free.append(memory)
             if failed:  # in a thread's first call there may be no context: Triton's path has one made, and names other errors
@@ -165,23 +166,16 @@ def _word(kind: str, value: Any) -> int:
     return int(value)
 
 
-class _Config(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = [("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint), ("stream", ctypes.c_void_p),
-                ("attributes", ctypes.c_void_p), ("number", ctypes.c_uint)]
-
-
 def _memory(grid: int, warps: int, shared: int, block: bytes) -> tuple[Any, ...]:
-    """What a launch reads: its configuration, that one's address, the parameters' memory, where and how large that is.
+    """What a launch reads: its configuration and, behind it, the parameters; their address; where the parameters are and how many bytes.
 
-    Handed over as one block, 25 parameters take the driver 0.2 µs less than one by one.
+    Behind each other, so that one call writes all that differs between launches: its stream, no attributes, the first parameters. Handed
+    over as one block, 25 parameters take the driver 0.2 µs less than one by one.
     """
-    config, words = _Config((grid, 1, 1), (32 * warps, 1, 1), shared), (ctypes.c_uint64 * -(-len(block) // 8))()
-    ctypes.memmove(words, block, len(block))
+    memory = ctypes.create_string_buffer(CONFIG.pack(grid, 1, 1, 32 * warps, 1, 1, shared, 0, 0, 0).ljust(PARAMETERS, b"\0") + block)
     size = ctypes.c_size_t(len(block))
-    where = (ctypes.c_void_p * 5)(BLOCK, ctypes.addressof(words), BLOCK_SIZE, ctypes.addressof(size), None)
-    return config, ctypes.byref(config), words, where, size
+    extra = (ctypes.c_void_p * 5)(BLOCK, ctypes.addressof(memory) + PARAMETERS, BLOCK_SIZE, ctypes.addressof(size), None)
+    return memory, ctypes.byref(memory), extra, size
 
 
 class _Driver:

@@ -1,6 +1,6 @@
 """Compiles kernels for long and odd rows, and for selections, for an H200 that is not here, and prints what came out.
 
-`python -m tests.softmax.compile_parts '[[columns, dtype], …, "topk"]'`; TRITON_INTERPRET must not be set.
+`python -m tests.softmax.compile_parts '[[columns, dtype], [columns, dtype, rows], …, "topk"]'`; TRITON_INTERPRET must not be set.
 """
 import json
 import re
@@ -19,7 +19,7 @@ from onchip.softmax.triton.topk import topk
 CARD = find_gpu("h200")
 
 
-def read(made: Compiled) -> dict:
+def read(made: Compiled, rows: int) -> dict:
     """Spilled bytes, accesses by width, and what the plan counts on."""
     copies = re.findall(r"cp\.async\.c[ag]\S* \[[^]]*\], \[[^]]*\], (0x\w+|\d+)", made.ptx)
     stores = re.findall(r"st\.global\S*", made.ptx)
@@ -35,7 +35,7 @@ def read(made: Compiled) -> dict:
         inputs = 2 if made.name == "parts_backward" else 1
         found |= {"edges": made.constants["EDGES"], "shared": made.shared, "planned": inputs * slots * 16 + plan.BESIDE_SLOTS - 1024,
                   "blocks": resident(made.threads, made.registers, made.shared, CARD).blocks,
-                  "blocks_per_sm": plan.choose_parts(9999, made.constants["GROUP"] * made.constants["BLOCK_N"] - 7, vector, True, CARD.sms,
+                  "blocks_per_sm": plan.choose_parts(rows, made.constants["GROUP"] * made.constants["BLOCK_N"] - 7, vector, True, CARD.sms,
                                                      CARD.smem_per_block, inputs == 2).blocks_per_sm}
     return found
 
@@ -44,17 +44,18 @@ def main(cases: list) -> list[dict]:
     """One entry for each kernel."""
     seen = []
     for case in cases:
+        columns, kind, rows = (0, "", 0) if case == "topk" else (*case, 9999)[:3]
         with machine_with(CARD), offline(90) as launched:
             if case == "topk":
-                for rows, n, k, dtype in ((9999, 256, 8, torch.bfloat16), (9999, 131072, 8, torch.bfloat16),
-                                          (2670, 50257, 8, torch.bfloat16), (9999, 50257, 16, torch.float32)):
-                    topk(torch.empty(rows, n, dtype=dtype, device="meta"), k, -1, False, torch.float32)
+                for count, n, k, dtype in ((9999, 256, 8, torch.bfloat16), (9999, 131072, 8, torch.bfloat16),
+                                           (2670, 50257, 8, torch.bfloat16), (9999, 50257, 16, torch.float32)):
+                    topk(torch.empty(count, n, dtype=dtype, device="meta"), k, -1, False, torch.float32)
             else:
-                dtype = getattr(torch, case[1])
-                x, spec = torch.empty(9999, case[0], dtype=dtype, device="meta"), Spec(-1, False, 1.0, False, False, dtype)
+                dtype = getattr(torch, kind)
+                x, spec = torch.empty(rows, columns, dtype=dtype, device="meta"), Spec(-1, False, 1.0, False, False, dtype)
                 forward(x, None, spec)
                 backward(x, x, spec, dtype)
-        seen += map(read, launched)
+        seen += [read(made, rows) for made in launched]
     return seen
 
 

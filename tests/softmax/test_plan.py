@@ -154,7 +154,8 @@ def test_late_loads_are_found():
 
 def test_parts_compile_for_hopper_as_the_plan_says():
     """Without spills; loads of 16 bytes only, straight to shared memory; as many blocks on an SM as are counted on."""
-    for kernel in fresh.call(compile_parts.main, [[270_000, "bfloat16"], [300_007, "bfloat16"], [270_000, "float32"]]):
+    cases = [[270_000, "bfloat16"], [300_007, "bfloat16"], [270_000, "float32"], [2**20, "bfloat16", 1], [2**18, "float32", 4]]
+    for kernel in fresh.call(compile_parts.main, cases):
         assert kernel["spills"] == 0, kernel
         assert kernel["copies"] == kernel["wide_copies"] > 0, kernel
         assert kernel["stores"] == kernel["wide_stores"] or kernel["edges"], kernel

@@ -149,38 +149,35 @@ def _lifted(run: Callable[..., Tensor], x: Tensor, mask: Tensor | None, spec: co
 
 Known = tuple[Callable[[Tensor], bool], int, Callable[[Tensor, int], Tensor]]  # is a tensor alike; its address modulo 16; its launch
 _KNOWN: dict[tuple[Any, ...], tuple[Known, ...]] = {}  # by shape and options
-_LATEST: dict[tuple[Any, ...], Known] = {}  # by options alone: a layer's next call is like its last, and a shape takes 0.3 µs to look up
+_LATEST: dict[bool, tuple[Any, ...]] = {}  # log → options of the last call and what served it: the next is like it, _KNOWN takes 0.5 µs
 REMEMBERED, ALIKE = 4096, 8  # shapes and options; kinds of tensors with the same
 
 
 def _again(log: bool, x: Tensor, dim: int, dtype: torch.dtype | None, scale: float | None, causal: bool, backend: str) -> Tensor | None:
     """y of a plain call that has been made before with a tensor just like this one; None of any other.
 
-    Checks, dispatch and the operator take longer than a small softmax does; all they find out is in the options and in `_alike`. To a
-    dictionary True, 1 and 1.0 are one, so types count.
+    Checks, dispatch and the operator take longer than a small softmax does; all they find out is in the options and in `_alike`.
     """
-    if not (type(x) is Tensor and type(dim) is int and (causal is False or causal is True) and (scale is None or type(scale) is not bool)):
-        return None
     if is_dynamo_compiling() or _len_torch_function_stack() or forward_ad._current_level >= 0:
         return None
-    options = log, dim, dtype, scale, causal, backend
-    try:
-        latest = _LATEST.get(options)
-    except TypeError:  # not hashable: the checks will name it
-        return None
+    latest = _LATEST.get(log)
     if latest is None:
         return None
-    alike, offset, run = latest
-    if alike(x) and (address := x.data_ptr()) % 16 == offset:
+    last_dim, last_dtype, last_scale, last_causal, last_backend, alike, offset, run = latest
+    if (dim is last_dim and dtype is last_dtype and scale is last_scale and causal is last_causal and backend is last_backend
+            and alike(x) and (address := x.data_ptr()) % 16 == offset):
         return run(x, address)
+    if not (type(x) is Tensor and type(dim) is int and (causal is False or causal is True) and (scale is None or type(scale) is not bool)):
+        return None  # to a dictionary True, 1 and 1.0 are one
+    options = dim, dtype, scale, causal, backend
     try:
-        kinds = _KNOWN.get((x.shape, *options), ())
-    except RuntimeError:  # a tensor without a shape, likewise
+        kinds = _KNOWN.get((x.shape, log, *options), ())
+    except (TypeError, RuntimeError):  # not hashable, or a tensor without a shape: the checks will name it
         return None
     for known in kinds:
         alike, offset, run = known
-        if known is not latest and alike(x) and (address := x.data_ptr()) % 16 == offset:
-            _LATEST[options] = known
+        if alike(x) and (address := x.data_ptr()) % 16 == offset:
+            _LATEST[log] = *options, *known
             return run(x, address)
     return None
 
@@ -213,10 +210,10 @@ def _learn(log: bool, x: Tensor, dim: int, dtype: torch.dtype | None, scale: flo
         if len(_KNOWN) >= REMEMBERED:
             _KNOWN.clear()
             _LATEST.clear()
-        options = log, dim, dtype, scale, causal, backend
-        key, known = (x.shape, *options), (_alike(x), x.data_ptr() % 16, run)
+        options = dim, dtype, scale, causal, backend
+        key, known = (x.shape, log, *options), (_alike(x), x.data_ptr() % 16, run)
         _KNOWN[key] = (known, *_KNOWN.get(key, ()))[:ALIKE]
-        _LATEST[options] = known
+        _LATEST[log] = *options, *known
 
 
 def _run(x: Tensor, dim: int, dtype: torch.dtype | None, scale: float | None, mask: Tensor | None, bias: Tensor | None, causal: bool,

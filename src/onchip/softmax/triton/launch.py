@@ -145,7 +145,8 @@ def _forward(x: Tensor, y: Tensor, mask: Tensor | None, bias: Tensor | None, spe
     if parts:
         from onchip.softmax.triton.parts_forward import parts_forward
 
-        return _launch_parts(parts_forward, rows, parts, 3, named, x.device)
+        one = parts.one and not (spec.log or spec.summed)
+        return _launch_parts(parts_forward, rows, parts, 3, {**named, "ONE": one}, x.device)
     absent = dict.fromkeys({"strides_mask", "strides_bias"} - rows.arguments.keys(), (0, 0, 0, 0))
     if rows.plan.narrow and spec.hiding and spec.scale == 0.0:  # where what is hidden waits as −∞, which times 0 is NaN
         rows = replace(rows, plan=plans.STREAMED)
@@ -242,9 +243,10 @@ def quick(x: Tensor, spec: Spec) -> Callable[[Tensor, int], Tensor] | None:
     start = launcher.bound(grid, (0, 0, *absent, *launch.rest), 2) if not rounds else None
     empty, shape, strides, dtype = _empty(device), tuple(y.shape), y.stride(), y.dtype
     current, stream_of = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
+    several = torch.cuda.device_count() > 1
 
     def run(x: Tensor, address: int) -> Tensor:
-        if current() != index:
+        if several and current() != index:
             return forward(x, None, spec)
         y, stream = empty(shape, strides, dtype), stream_of(index)
         if start:

@@ -63,9 +63,9 @@ def parts_backward(dy, y, dx, words, tag, scale, rows, n, n0, n1, dy_extent: gl.
             totals += gl.sum(gl.sum(d, 2), 0)
         total = gl.sum(totals, 0)
         if GROUP > 1:
-            buffer = words + (tag & 1) * GROUP
-            publish(buffer + part, total, tag)
-            total = gl.sum(collect(buffer, tag, 0.0, GROUP), 0)
+            buffer = words + (tag & 1) * (2 * GROUP)
+            publish(buffer, part, 0.0, total, tag)
+            total = gl.sum(collect(buffer, tag, GROUP)[1], 0)
             tag += 1
         following = row + groups
         start_d, start_p = row_start(following, n0, n1, dy2, dy1, dy0), row_start(following, n0, n1, y2, y1, y0)

@@ -5,7 +5,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from onchip.softmax.triton.parts import (
     THREADS,
-    collect_pair,
+    collect,
     complete,
     exp,
     fetch,
@@ -38,11 +38,12 @@ def seen(row, n, n0, CAUSAL: gl.constexpr):
 def parts_forward(x, y, mask, words, tag, scale, rows, n, n0, n1, x_extent: gl.int64, x2, x1, x0, y2, y1, y0, mask2, mask1, mask0,
                   mask_step, VECTOR: gl.constexpr, EDGES: gl.constexpr, GROUP: gl.constexpr, VECTORS: gl.constexpr,
                   BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WANTED: gl.constexpr, SCALED: gl.constexpr, MASKED: gl.constexpr,
-                  CAUSAL: gl.constexpr):
+                  CAUSAL: gl.constexpr, ONE: gl.constexpr):
     """y, log y or log Σ exp s of `rows` rows: groups of GROUP thread blocks, BLOCK_N elements of BLOCK_M = 1 row in each.
 
     words: 4 · GROUP for each group. tag: from it on, as many as a group has rows were never used before with these words. x_extent:
-    elements from x's first to its last.
+    elements from x's first to its last. ONE: a group has one row, and y comes of the terms of l, each of its thread's own m; so
+    half of the exponentials come while nothing else is to be done.
     """
     layout: gl.constexpr = thread_layout(VECTORS, VECTOR)
     SLOT: gl.constexpr = VECTORS * THREADS * VECTOR
@@ -64,6 +65,7 @@ def parts_forward(x, y, mask, words, tag, scale, rows, n, n0, n1, x_extent: gl.i
                  EDGES)
         m = gl.full([THREADS], float("-inf"), gl.float32, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
         l = gl.zeros([THREADS], gl.float32, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+        kept = ()
         for s in gl.static_range(SLOTS):
             async_copy.wait_group(SLOTS - 1 - s)
             slot, first = slots.index(s), begin + s * SLOT
@@ -82,14 +84,16 @@ def parts_forward(x, y, mask, words, tag, scale, rows, n, n0, n1, x_extent: gl.i
             m_old = m
             m = gl.maximum(m, gl.max(gl.max(s_slot, 2), 0))
             shift = shifted(m, WANTED)
-            l = l * exp(m_old - shift) + gl.sum(gl.sum(exp(s_slot - shift[None, :, None]), 2), 0)
+            terms = exp(s_slot - shift[None, :, None])
+            l = l * exp(m_old - shift) + gl.sum(gl.sum(terms, 2), 0)
+            if ONE:
+                kept += ((terms, m),)
         row_m = gl.max(m, 0)
         row_l = gl.sum(l * exp(m - shifted(row_m, WANTED)), 0)
         if GROUP > 1:
             buffer = words + (tag & 1) * (2 * GROUP)  # two take turns: no block is two rows ahead of another
-            publish(buffer + part, row_m, tag)
-            publish(buffer + GROUP + part, row_l, tag)
-            ms, ls = collect_pair(buffer, tag, GROUP)
+            publish(buffer, part, row_m, row_l, tag)
+            ms, ls = collect(buffer, tag, GROUP)
             row_m = gl.max(ms, 0)
             row_l = gl.sum(ls * exp(ms - shifted(row_m, WANTED)), 0)
             tag += 1
@@ -107,15 +111,18 @@ def parts_forward(x, y, mask, words, tag, scale, rows, n, n0, n1, x_extent: gl.i
         next_stop = last_whole(next_end, start, x_extent, VECTOR, EDGES)
         for s in gl.static_range(SLOTS):
             slot, first = slots.index(s), begin + s * SLOT
+            if not ONE:
+                if WANTED != SUM:
+                    s_slot = slot.load(layout).to(gl.float32)
+                fetch(slot, x + start // VECTOR * VECTOR, first, next_stop, VECTORS, VECTOR)
+                async_copy.commit_group()
             if WANTED != SUM:
-                s_slot = slot.load(layout).to(gl.float32)
-                fetch(slot, x + start // VECTOR * VECTOR, first, next_stop, VECTORS, VECTOR)
-                async_copy.commit_group()
-                if SCALED:
-                    s_slot *= scale
-                s_slot -= shift
-                result = s_slot - norm if WANTED == LOG_Y else exp(s_slot) * norm
+                if ONE:
+                    terms, above = kept[s]
+                    result = terms * (exp(above - shift) * norm)[None, :, None]
+                else:
+                    if SCALED:
+                        s_slot *= scale
+                    s_slot -= shift
+                    result = s_slot - norm if WANTED == LOG_Y else exp(s_slot) * norm
                 store(y + row_y // VECTOR * VECTOR, result.to(y.dtype.element_ty), first, lead, lead + n, VECTORS, VECTOR, EDGES)
-            else:
-                fetch(slot, x + start // VECTOR * VECTOR, first, next_stop, VECTORS, VECTOR)
-                async_copy.commit_group()

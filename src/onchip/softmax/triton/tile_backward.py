@@ -2,7 +2,7 @@
 import triton
 import triton.language as tl
 
-from onchip.softmax.triton.cluster import INTERPRETED, enter, exchange
+from onchip.softmax.triton.cluster import INTERPRETED, begun, enter, exchange
 from onchip.softmax.triton.held import await_held, hold, take
 from onchip.softmax.triton.rows import ahead, begin, columns, ends, lead, locate, only, start, under_way, widen
 
@@ -108,6 +108,7 @@ def _resident(dy, y, dx, strides_dy, strides_y, strides_dx, scale, n, n0, n1, gr
         ds += (d,)
         ys += (p,)
     under_way(n)
+    mail = begun(mail, PARTS)
     d, p, gone = _values(ds[0], ys[0], LOG, HIDING)
     terms = d if LOG else p * d
     if KEPT < PIECES:

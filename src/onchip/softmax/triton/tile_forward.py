@@ -6,7 +6,7 @@ takes five, to keep results below 2⁻¹²⁶.
 import triton
 import triton.language as tl
 
-from onchip.softmax.triton.cluster import INTERPRETED, enter, exchange
+from onchip.softmax.triton.cluster import INTERPRETED, begun, enter, exchange
 from onchip.softmax.triton.rows import ahead, begin, columns, ends, lead, locate, only, place, start
 from onchip.softmax.triton.scores import end_scores, scores, take, wait
 
@@ -94,6 +94,7 @@ def _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, sc
         there += (keep & exists[:, None],)
         row += (wait(ahead(row_x, piece, strides_x[3], BLOCK_N), row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], w,
                      keep, before - piece * BLOCK_N, i0, exists, scale, n, n0, SCALED, MASKED, BIASED, CAUSAL, VECTOR, NARROW),)
+    mail = begun(mail, PARTS)
     largest = take(row[0], there[0], scale, SCALED, MASKED or CAUSAL, NARROW, 1)
     for piece in tl.static_range(1, PIECES):
         largest = tl.maximum(largest, take(row[piece], there[piece], scale, SCALED, MASKED or CAUSAL, NARROW, 1))
