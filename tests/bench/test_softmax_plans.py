@@ -46,6 +46,17 @@ def test_a_forced_plan_runs_where_positions_are_hidden(plans, what, turn):
     assert torch.allclose(y.float(), torch.softmax(x.float().masked_fill(~seen, -torch.inf), -1), atol=4e-3)
 
 
+@pytest.mark.parametrize(("shape", "vector"), [((2, 6, 64), 8), ((1, 64, 64), 4)])
+def test_the_copy_of_a_triangle_is_one(plans, shape, vector):
+    """benchmarks/softmax.py demands so on a GPU as well. Of a vector that nothing of is seen, no element is read."""
+    x, y = torch.randn(shape), torch.full(shape, torch.nan)
+    rows, n = shape[-2:]
+    seen = torch.ones(rows, n, dtype=torch.bool).tril(n - rows)
+    x.masked_fill_(~seen, torch.nan)
+    sys.modules["softmax"].copy_triangle[(y.numel() // 32,)](x, y, rows, n, 32, vector)
+    assert torch.equal(y, x.masked_fill(~seen, 0.0))
+
+
 def test_shapes(plans):
     assert plans.shape_of(4096, "forward", 2**27) == (2**15, 4096)
     assert plans.shape_of(8192, "mask", 2**27) == (4, 8192, 8192)  # as benchmarks/softmax.py has it

@@ -42,8 +42,8 @@ def parts_forward(x, y, mask, words, tag, scale, rows, n, n0, n1, x_extent: gl.i
     """y, log y or log Σ exp s of `rows` rows: groups of GROUP thread blocks, BLOCK_N elements of BLOCK_M = 1 row in each.
 
     words: 4 · GROUP for each group. tag: from it on, as many as a group has rows were never used before with these words. x_extent:
-    elements from x's first to its last. ONE: a group has one row, and y comes of the terms of l, each of its thread's own m; so
-    half of the exponentials come while nothing else is to be done.
+    elements from x's first to its last. ONE: a group has one row, whose terms of l wait in registers, each relative to its thread's m at
+    the time: y is a product, and takes no second exponential.
     """
     layout: gl.constexpr = thread_layout(VECTORS, VECTOR)
     SLOT: gl.constexpr = VECTORS * THREADS * VECTOR
