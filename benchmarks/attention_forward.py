@@ -28,10 +28,10 @@ from pathlib import Path
 
 import torch
 import triton
-from attention_cells import Case, chosen, contenders, grid, inputs, truth
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from attention_cells import Case, chosen, contenders, grid, inputs, truth
 from onchip.attention import attention
 from onchip.bench.clocks import Meter, sustain
 from onchip.bench.counters import count, find_ncu, record

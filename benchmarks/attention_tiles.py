@@ -11,9 +11,9 @@ from multiprocessing import get_context
 from typing import Any
 
 import torch
-from attention_triton import DEVICE, FP32_SHAPES, SHAPES, Calls, eager, flops, inputs, main, timed
 from torch import Tensor
 
+from attention_triton import DEVICE, FP32_SHAPES, SHAPES, Calls, eager, flops, inputs, main, timed
 from onchip.attention import attention
 from onchip.attention.contract import Spec
 from onchip.attention.triton import backward, forward, launch

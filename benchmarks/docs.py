@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import tables
-
 from onchip.attention.dispatch import CAPABILITIES, DTYPES
 from onchip.attention.problem import FEATURES
 from onchip.cli import lab_tables as lab

@@ -28,7 +28,8 @@ from onchip.cli.common import whole_file
 from onchip.softmax.contract import Spec
 from onchip.softmax.triton import launch, plan, rows
 from onchip.softmax.triton.plan import Plan
-from softmax import CAUSAL, DTYPES, buffers, implementations, softmax, timed
+from softmax import CAUSAL, DTYPES
+from softmax_cells import buffers, implementations, softmax, timed
 
 MOST_WARPS = 32  # of a block
 PASSES = ("forward", "backward", "causal", "mask")

@@ -12,7 +12,7 @@ from onchip.softmax.triton.plan import Plan
 @pytest.fixture
 def plans(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    for name in ("softmax", "softmax_plans"):
+    for name in ("softmax", "softmax_cells", "softmax_plans"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     import softmax_plans
     return softmax_plans
@@ -48,12 +48,12 @@ def test_a_forced_plan_runs_where_positions_are_hidden(plans, what, turn):
 
 @pytest.mark.parametrize(("shape", "vector"), [((2, 6, 64), 8), ((1, 64, 64), 4)])
 def test_the_copy_of_a_triangle_is_one(plans, shape, vector):
-    """benchmarks/softmax.py demands so on a GPU as well. Of a vector that nothing of is seen, no element is read."""
+    """As benchmarks/softmax_cells.py demands on a GPU. Of a vector that nothing of is seen, no element is read."""
     x, y = torch.randn(shape), torch.full(shape, torch.nan)
     rows, n = shape[-2:]
     seen = torch.ones(rows, n, dtype=torch.bool).tril(n - rows)
     x.masked_fill_(~seen, torch.nan)
-    sys.modules["softmax"].copy_triangle[(y.numel() // 32,)](x, y, rows, n, 32, vector)
+    sys.modules["softmax_cells"].copy_triangle[(y.numel() // 32,)](x, y, rows, n, 32, vector)
     assert torch.equal(y, x.masked_fill(~seen, 0.0))
 
 
