@@ -6,7 +6,7 @@ import triton.language as tl
 
 from onchip.launcher import divisor
 from onchip.softmax import log_softmax, logsumexp, softmax
-from onchip.softmax.triton import plan, rows
+from onchip.softmax.triton import addresses, plan, rows
 from onchip.testing.softmax import DEVICE, agree
 
 
@@ -37,7 +37,7 @@ def test_a_broadcast_mask_keeps_apart_only_what_it_must():
 @triton.jit
 def quotients(x, out, d, SIZE: tl.constexpr):
     i = tl.arange(0, SIZE)
-    tl.store(out + i, rows.over(tl.load(x + i), d))
+    tl.store(out + i, addresses.over(tl.load(x + i), d))
 
 
 @pytest.mark.parametrize("d", [1, 2, 3, 7, 64, 65, 1000, 65537, 1 << 30, (1 << 31) - 1])

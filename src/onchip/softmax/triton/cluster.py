@@ -7,7 +7,8 @@ them as clusters, and the exchange is a few lines of PTX.
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+from onchip.softmax.triton.addresses import INTERPRETED
+
 # Shared memory that Triton knows nothing of: a barrier that waits for 8 bytes from each block, and at 16 bytes from it what they send.
 BEGIN = tl.constexpr("""{
     .reg .pred first;

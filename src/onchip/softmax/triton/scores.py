@@ -2,8 +2,7 @@
 import triton
 import triton.language as tl
 
-from onchip.softmax.triton.cluster import INTERPRETED
-from onchip.softmax.triton.rows import ends, only, start, under_way, widen
+from onchip.softmax.triton.addresses import INTERPRETED, ends, only, start, under_way, widen
 
 HIDE = tl.constexpr("""{
     .reg .b32 seen;

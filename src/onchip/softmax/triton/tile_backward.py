@@ -2,9 +2,21 @@
 import triton
 import triton.language as tl
 
-from onchip.softmax.triton.cluster import INTERPRETED, begun, enter, exchange
+from onchip.softmax.triton.addresses import (
+    INTERPRETED,
+    ahead,
+    begin,
+    columns,
+    ends,
+    lead,
+    locate,
+    only,
+    start,
+    under_way,
+    widen,
+)
+from onchip.softmax.triton.cluster import begun, enter, exchange
 from onchip.softmax.triton.held import await_held, hold, take
-from onchip.softmax.triton.rows import ahead, begin, columns, ends, lead, locate, only, start, under_way, widen
 
 LOG2E = tl.constexpr(1.4426950408889634)
 

@@ -6,8 +6,8 @@ takes five, to keep results below 2⁻¹²⁶.
 import triton
 import triton.language as tl
 
-from onchip.softmax.triton.cluster import INTERPRETED, begun, enter, exchange
-from onchip.softmax.triton.rows import ahead, begin, columns, ends, lead, locate, only, place, start
+from onchip.softmax.triton.addresses import INTERPRETED, ahead, begin, columns, ends, lead, locate, only, place, start
+from onchip.softmax.triton.cluster import begun, enter, exchange
 from onchip.softmax.triton.scores import end_scores, scores, take, wait
 
 LOG2E = tl.constexpr(1.4426950408889634)

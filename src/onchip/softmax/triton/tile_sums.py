@@ -5,8 +5,9 @@ import triton.language as tl
 from torch import Tensor
 
 from onchip.softmax.contract import Spec
+from onchip.softmax.triton.addresses import columns, locate
 from onchip.softmax.triton.launch import Launch, kind, remembered
-from onchip.softmax.triton.rows import columns, fold, locate
+from onchip.softmax.triton.rows import fold
 from onchip.softmax.triton.scores import scores
 from onchip.softmax.triton.tile_forward import LOG2E
 

@@ -2,7 +2,7 @@
 import triton
 import triton.language as tl
 
-from onchip.softmax.triton.rows import INTERPRETED, locate
+from onchip.softmax.triton.addresses import INTERPRETED, locate
 from onchip.softmax.triton.topk_keys import MAXIMA, are, keys_of, largest_keys, most_of, no_keys, one_by_one, place_of, value_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
