@@ -182,6 +182,14 @@ def whole_numbers(names: str) -> Callable[[str], tuple[int, ...]]:
     return read
 
 
+def keep(options: argparse.Namespace, results: list[dict]) -> None:
+    """Write what was measured to `--json`, if it is given."""
+    if options.json:
+        with whole_file(options.json) as file:
+            file.write_text(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "dtype": options.dtype,
+                                        "repeats": options.repeats, "results": results}, indent=1) + "\n")
+
+
 def main() -> None:
     """Compile side by side, time one by one, print each width's table best first."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -225,10 +233,7 @@ def main() -> None:
             if reasons[n, what, one]:
                 print(f"  {one}: {reasons[n, what, one]}", flush=True)
         torch.cuda.empty_cache()
-    if options.json:
-        with whole_file(options.json) as file:
-            file.write_text(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "dtype": options.dtype,
-                                        "repeats": options.repeats, "results": results}, indent=1) + "\n")
+    keep(options, results)
 
 
 if __name__ == "__main__":

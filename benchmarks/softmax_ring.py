@@ -9,7 +9,6 @@ one exponential each, 8 instructions an element where the library's kernels have
 ("Next") has what it is expected to give. It is no part of the library until it gives that.
 """
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -24,14 +23,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from onchip.attention.hopper.compat import tma_load, tma_store
-from onchip.cli.common import whole_file
+from onchip.softmax.triton.addresses import BF16
 from softmax import DTYPES
 from softmax_cells import buffers, demand, implementations, timed
-from softmax_plans import whole_numbers
+from softmax_plans import keep, whole_numbers
 
 PIECE = 256  # elements: the longest side of a TMA box, and 16 bytes for each lane of a warp
 LOG2E = gl.constexpr(1.4426950408889634)
-BF16 = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;")  # the compiler's own way takes three instructions
 
 
 class Shape(NamedTuple):
@@ -52,7 +50,7 @@ SHAPES = {
 
 @gluon.jit
 def _widen(x):
-    """x in float32."""
+    """x in float32; of bf16 the compiler's own way takes three instructions for two elements, this one two."""
     if x.dtype == gl.bfloat16:
         wide = gl.inline_asm_elementwise(BF16, "=&f,=&f,r", [x.to(gl.int16, bitcast=True)], dtype=gl.float32, is_pure=True, pack=2)
     else:
@@ -178,10 +176,7 @@ def main() -> None:
             if at == n and reason:
                 print(f"  {shape}: {reason}", flush=True)
         torch.cuda.empty_cache()
-    if options.json:
-        with whole_file(options.json) as file:
-            file.write_text(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "dtype": options.dtype,
-                                        "repeats": options.repeats, "results": results}, indent=1) + "\n")
+    keep(options, results)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""benchmarks/softmax_plans.py without a GPU: a plan that is asked for is the plan that runs, and its neighbours hold the row."""
+"""benchmarks/softmax_plans.py and softmax_cells.py without a GPU: a plan that is asked for runs, its neighbours hold the row."""
 import sys
 from pathlib import Path
 
