@@ -1,10 +1,11 @@
 """Which tile serves which row: candidates beside those of `onchip.softmax.triton.plan`, each checked, all timed call by call in turn.
 
     python benchmarks/softmax_plans.py --widths 512 4096 --passes forward --json plans.json
+    python benchmarks/softmax_plans.py --widths 5000 --pieces 1,1024,4,0 1,512,2,0
     python benchmarks/softmax_plans.py --widths 151936 --clusters 1024,10,4,64 1024,16,4,120
     python benchmarks/softmax_plans.py --widths 8192 --passes mask --tiles 1,8192,4,64,1 --turns 64 512
 
-Those of `--tiles` and `--clusters` are tried where they hold the row. Without them the candidates are the present plan and its
+Those of `--tiles`, `--pieces` and `--clusters` are tried where they hold the row. Without them the candidates are the present plan and its
 neighbours: half and twice the rows and warps, rows that wait in 16 bits, clusters. The passes 'causal' and 'mask' are forward ones, of the
 shapes that benchmarks/softmax.py measures; a mask's groups may take `--turns`. Rates are of compulsory bytes, as in
 benchmarks/softmax.py, which measures what the library does with the winner.
@@ -32,7 +33,7 @@ from softmax import CAUSAL, DTYPES
 from softmax_cells import buffers, implementations, softmax, timed
 
 MOST_WARPS = 32  # of a block
-PASSES = ("forward", "backward", "causal", "mask")
+PASSES = ("forward", "backward", "sum", "causal", "mask")
 
 
 class Candidate(NamedTuple):
@@ -57,7 +58,7 @@ def forced(wanted: Candidate) -> Iterator[None]:
 
 def shape_of(n: int, what: str, elements: int) -> tuple[int, ...]:
     """(rows, n); where positions are hidden (groups, rows, n), those of benchmarks/softmax.py or squares."""
-    if what in ("forward", "backward"):
+    if what in ("forward", "backward", "sum"):
         return elements // n, n
     return next((shape for shape in CAUSAL if shape[-1] == n), (max(1, elements // n**2), min(n, elements // n), n))
 
@@ -65,8 +66,10 @@ def shape_of(n: int, what: str, elements: int) -> tuple[int, ...]:
 def neighbours(n: int, what: str, dtype: torch.dtype) -> list[Plan]:
     """Tiles worth a try for rows of n elements, the present one first."""
     waits, width, backward = dtype.itemsize == 2, 1 << (n - 1).bit_length(), what == "backward"
-    present = plan.choose(n, False, forward=not backward, narrow=waits, triangle=what == "causal", masked=what == "mask")
-    beyond = what != "causal" and n > plan.CLUSTERS_BEYOND[waits, backward] and plan.choose_cluster(n, backward, waits)
+    edges = n % (16 // dtype.itemsize) > 0 and n >= plan.EDGES_FROM
+    present = plan.choose(n, False, edges, forward=not backward, narrow=waits, triangle=what == "causal", masked=what == "mask",
+                          summed=what == "sum")
+    beyond = what != "causal" and plan.choose_cluster(n, backward, waits, not (edges or what == "sum"))
     found = [beyond] if beyond else [present] if present.resident else []
     if width <= 32768:
         least = present.block_m if width < plan.SHORT_TILE else 1
@@ -77,7 +80,8 @@ def neighbours(n: int, what: str, dtype: torch.dtype) -> list[Plan]:
                     found += [Plan(True, block_m, width, warps)] * (each <= 64)
                     found += [Plan(True, block_m, width, warps, narrow=True)] * (waits and each >= 16)
     if n > 8192:
-        found += [plan.cluster(n, waits, *one) for table in plan.CLUSTERS.values() for _, one in table if held(n, *one)]
+        tables = *plan.CLUSTERS.values(), *plan.SMALLER.values()
+        found += [plan.cluster(n, waits, *one) for table in tables for _, one in table if held(n, *one)]
     return list(dict.fromkeys(found))
 
 
@@ -87,13 +91,14 @@ def held(n: int, piece: int, most: int, *_: int) -> bool:
 
 
 def made(wanted: Candidate, tensors: tuple[torch.Tensor, ...], what: str) -> Callable[..., None]:
-    """The launch of (x, y), of (x, y, mask, x), or backward of (dy, y, dx), by a plan."""
+    """The launch of (x, y, x, x), of (x, y, mask, x), or backward of (dy, y, dx), by a plan; y is log Σ exp x for 'sum'."""
     x, *others = tensors
     with forced(wanted):
         if what == "backward":
             return launch._backward(x, *others, Spec(-1, False, 1.0, False, False, x.dtype))
         mask = others[1] if what == "mask" else None
-        return launch._forward(x, others[0], mask, None, Spec(-1, False, 1.0, what == "causal", what != "forward", x.dtype))
+        spec = Spec(-1, False, 1.0, what == "causal", what in ("causal", "mask"), others[0].dtype, what == "sum")
+        return launch._forward(x, others[0].expand(x.shape), mask, None, spec)
 
 
 def arguments(what: str, x: torch.Tensor, out: torch.Tensor, beside: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
@@ -108,10 +113,15 @@ def beside_of(what: str, shape: tuple[int, ...]) -> torch.Tensor | None:
     return torch.ones(shape[-2:], dtype=torch.bool, device="cuda").tril(shape[-1] - shape[-2]) if what == "mask" else None
 
 
+def result(shape: tuple[int, ...], dtype: torch.dtype, what: str) -> torch.Tensor:
+    """What a pass writes to."""
+    return torch.empty(*shape[:-1], 1, device="cuda") if what == "sum" else torch.empty(shape, dtype=dtype, device="cuda")
+
+
 def compile_one(wanted: Candidate, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> str:
     """Into Triton's cache, in a process of its own; why not, if not."""
     try:
-        x, out = (torch.empty(shape, dtype=dtype, device="cuda") for _ in range(2))
+        x, out = torch.empty(shape, dtype=dtype, device="cuda"), result(shape, dtype, what)
         tensors = arguments(what, x, out, x if what == "backward" else beside_of(what, shape))
         made(wanted, tensors, what)(*tensors)
         torch.cuda.synchronize()
@@ -125,11 +135,14 @@ def measure(n: int, candidates: list[Candidate], dtype: torch.dtype, what: str, 
     shape, backward = shape_of(n, what, elements), what == "backward"
     xs, dys = buffers(shape, dtype, 1 + backward) if backward else (*buffers(shape, dtype), None)
     mask, sets, calls = beside_of(what, shape), len(xs), {}
-    out, some = torch.empty_like(xs[0]), torch.linspace(0, xs[0].numel() // n - 1, 64, device="cuda").long()
+    out, copied = result(shape, dtype, what), torch.empty_like(xs[0])
+    some = torch.linspace(0, copied.numel() // n - 1, 64, device="cuda").long()
     s = xs[0].view(-1, n)[some].double()
     if what in ("causal", "mask"):
         s = s.masked_fill(torch.arange(n, device="cuda") > (some % shape[-2] + n - shape[-2])[:, None], -torch.inf)
     right, ys = torch.softmax(s, -1), [torch.softmax(x, -1) for x in xs] if backward else None
+    if what == "sum":
+        right = torch.logsumexp(s, -1, True)
     if backward:
         d, p = (t.view(-1, n)[some].double() for t in (dys[0], ys[0]))
         right = p * (d - (p * d).sum(-1, keepdim=True))
@@ -138,24 +151,24 @@ def measure(n: int, candidates: list[Candidate], dtype: torch.dtype, what: str, 
         run = made(wanted, arguments(what, sources[0], out, others[0]), what)
         out.fill_(torch.nan)
         run(*arguments(what, sources[0], out, others[0]))
-        wrong = ((out.view(-1, n)[some].double() - right).abs().max() / right.abs().max()).item()
+        wrong = ((out.view(-1, out.shape[-1])[some].double() - right).abs().max() / right.abs().max()).item()
         if not wrong <= 4 * torch.finfo(dtype).eps or out.isnan().any():
             sys.exit(f"{wanted}: wrong by {wrong}")
         calls[wanted] = lambda i, run=run: run(*arguments(what, sources[i % sets], out, others[i % sets]))
-    calls["copy"] = lambda i: out.copy_(xs[i % sets])
+    calls["copy"] = lambda i: copied.copy_(xs[i % sets])
     quack = implementations().get("quack")
     if what in ("causal", "mask"):
         calls["plain"] = lambda i: softmax(xs[i % sets])
-    elif quack:
+    elif quack and what != "sum":
         for x in xs:
             x.requires_grad_(backward)
         kept = [quack(x) for x in xs]
         calls["quack"] = ((lambda i: torch.autograd.grad(kept[i % sets], xs[i % sets], dys[i % sets], retain_graph=True)) if backward
                           else lambda i: quack(xs[i % sets]))
     seen = 1 - (shape[-2] - 1) / (2 * n)  # of a triangle
-    passes = {"forward": 2, "backward": 3, "causal": 1 + seen, "mask": 2 + 1 / (shape[0] * dtype.itemsize)}[what]
+    passes = {"forward": 2, "backward": 3, "sum": 1, "causal": 1 + seen, "mask": 2 + 1 / (shape[0] * dtype.itemsize)}[what]
     return [{"n": n, "pass": what, "plan": name if isinstance(name, str) else {**asdict(name.plan), "turn": name.turn}, "us": round(us, 2),
-             "tb_per_s": round((2 if name in ("copy", "plain") else passes) * out.nbytes / us / 1e6, 3)}
+             "tb_per_s": round((2 if name in ("copy", "plain") else passes) * copied.nbytes / us / 1e6, 3)}
             for name, us in timed(calls, repeats).items()]
 
 
@@ -165,7 +178,7 @@ def shown(found: dict) -> str:
     if isinstance(p, str):
         what = p
     else:
-        tile = [p["parts"], p["pieces"], p["block_n"]] if p["parts"] > 1 else [p["block_m"], p["block_n"]]
+        tile = [p["parts"], p["pieces"], p["block_n"]] if p["parts"] > 1 else [p["block_m"], p["pieces"], p["block_n"]]
         what = f"{' × '.join(map(str, tile))}, {p['warps']} warps" + ", 16 bits" * p["narrow"]
         what += f", {p['registers']} registers" if p["registers"] else ""
         what += f", turns of {p['turn']}" if p["turn"] is not None else ""
@@ -197,6 +210,7 @@ def main() -> None:
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES[:2])
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     for name, names, what in (("--tiles", "M,N,WARPS,REGISTERS,WAITS", "tiles to try; 0 registers: no limit"),
+                              ("--pieces", "M,PIECE,WARPS,REGISTERS", "programs that hold their rows in pieces, to try"),
                               ("--clusters", "PIECE,MOST,WARPS,REGISTERS", "blocks of clusters to try"),
                               ("--turns", "TILES", "how many a group that shares a mask has at a turn, to try; 0: no turns")):
         parser.add_argument(name, nargs="+", type=whole_numbers(names), default=(), metavar=names, help=what)
@@ -211,9 +225,11 @@ def main() -> None:
     for n in options.widths:
         for what in options.passes:
             found = neighbours(n, what, dtype)
-            if options.tiles or options.clusters:
+            if options.tiles or options.pieces or options.clusters:
                 found[1:] = [Plan(True, *one, registers=most or None, narrow=waits > 0) for *one, most, waits in options.tiles
                              if one[1] == 1 << (n - 1).bit_length()]
+                found += [Plan(True, m, piece, warps, registers=most or None, narrow=dtype.itemsize == 2, pieces=-(-n // piece))
+                          for m, piece, warps, most in options.pieces]
                 found += [plan.cluster(n, dtype.itemsize == 2, *one) for one in options.clusters if held(n, *one)]
             turns = options.turns if what == "mask" else ()
             jobs[n, what] = list(dict.fromkeys(Candidate(one, *turn) for turn in ((), *turns) for one in found))

@@ -43,11 +43,12 @@ def mutate(monkeypatch, tmp_path):
 
 
 MUTANTS = {
-    "no maximum": ("tile_forward", "m = tl.max(largest, axis=1)", "m = tl.max(largest, axis=1) * 0.0", {"size": 40}),
+    "no maximum": ("tile_forward", "m = tl.max(whole(best, scale, SCALED, NARROW), axis=1)", "m = tl.zeros([BLOCK_M], tl.float32)",
+                   {"size": 40}),
     "no guard for a row of −∞": ("tile_forward", "m = tl.where(m == float(\"-inf\"), 0.0, m)", "m = m", {"mask": "empty"}),
     "no value for an empty row": ("tile_forward", "l = tl.where(l == 0.0, 1.0, l)", "l = l", {"mask": "empty"}),
     "no scale": ("scores", "s *= scale", "s = s", {"scale": 0.5}),
-    "padding that counts": ("scores", "tl.where(keep, s, float(\"-inf\"))", "s", {"scale": 0.5}),
+    "padding that counts": ("scores", "tl.where(seen, s, float(\"-inf\"))", "s", {"scale": 0.5}),
     "no mask": ("scores", "!= 0", ">= 0", {"mask": "half"}),
     "triangle shifted by one": ("scores", "VECTOR * VECTOR <= last", "VECTOR * VECTOR < last", {"causal": True}),
     "triangle in the top left corner": ("scores", "i0 + (n - n0)", "i0", {"causal": True}),
@@ -58,9 +59,19 @@ MUTANTS = {
     "statistics without the last block": ("tile_forward", "for block in range(blocks):",
                                            "for block in range(blocks - 1):", {"streamed": True}),
     "result without the first block": ("tile_forward", "for back in range(blocks):", "for back in range(blocks - 1):", {"streamed": True}),
-    "log without the sum": ("tile_forward", "s - tl.log(l) if", "s if", {"log": True}),
-    "padding that is not −∞": ("scores", "other=float(\"-inf\"))", "other=0.0)", {}),
-    "bias that is not added": ("scores", "s += tl.load(bias", "s += 0.0 * tl.load(bias", {"bias": True}),
+    "log without the sum": ("tile_forward", "d - tl.log(l)", "d", {"log": True}),
+    "padding that is not −∞": ("scores", "MASKED):\n        absent = float(\"-inf\")", "MASKED):\n        absent = 0.0", {}),
+    "padding of 16 bits that counts": ("scores", "absent = float(\"inf\") if SCALED < 0", "absent = float(\"-inf\") if SCALED < 0",
+                                       {"scale": -0.5, "half": True, "n": 1504}),
+    "bias that is not added": ("scores", "s += add.to(tl.float32)", "s += 0.0 * add.to(tl.float32)", {"bias": True}),
+    "maximum of the first piece": ("tile_forward", "best = larger(best, row[piece], SCALED, NARROW)", "best = best",
+                                   {"late": True, "half": True, "n": 1504}),
+    "largest where the scale is negative": ("scores", "tl.minimum(wide_a, wide_b)", "tl.maximum(wide_a, wide_b)",
+                                            {"scale": -1.5, "early": True, "half": True, "n": 1504}),
+    "16 bits that are not scaled": ("scores", "tl.fma(s, scale, -shift)", "s - shift", {"scale": 0.5, "half": True, "n": 1504}),
+    "exponent without the sum": ("tile_forward", "-tl.log2(l)", "0.0 * l", {"half": True}),
+    "terms of the first piece": ("tile_forward", "terms += _exp(below(row[piece]", "terms += 0.0 * _exp(below(row[piece]",
+                                 {"half": True, "n": 1504}),
     "maximum without the ends": ("tile_forward", "m = tl.maximum(m, tl.max(s_ends, axis=0))", "m = m", {"n": 601, "late": True}),
     "sum without the ends": ("tile_forward", "l += tl.sum(_exp(s_ends - only(_shift(m, WANTED))), axis=0)", "l += 0.0", {"n": 601}),
     "ends that are not written": ("tile_forward", "WANTED, HIDING), mask=keep)", "WANTED, HIDING), mask=w < 0)", {"n": 601}),
@@ -83,6 +94,10 @@ def test_a_broken_kernel_is_noticed(mutate, force, name, old, new, case):
     x = data(5, n, size=case.pop("size", 3.0))
     if case.pop("late", False):
         x[:, n - 1] = 200.0
+    if case.pop("early", False):
+        x[:, 0] = -200.0
+    if case.pop("half", False):
+        x = x.half()
     if case.pop("bias", False):
         case["bias"] = data(n)
     if case.pop("streamed", False):

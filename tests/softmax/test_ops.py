@@ -66,8 +66,9 @@ def test_a_bias_is_added_and_gets_its_gradient(ours, theirs, backend):
                                        create_graph=create_graph)
             right = torch.autograd.grad((right ** 2).sum() if isinstance(right, torch.Tensor) else sum((t ** 2).sum() for t in right),
                                         copies, create_graph=create_graph)
+            terms = max(t.abs().max().item() for t in right)  # a bias of fewer dimensions gets their sum, which may cancel to nothing
             for a, b in zip(mine, right, strict=True):
-                close(a.double(), b)
+                torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=4e-6 * max(5.0, terms))
 
 
 @FUNCTIONS

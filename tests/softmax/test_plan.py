@@ -33,21 +33,40 @@ def test_rows_with_edges_give_every_thread_32_elements():
 
 
 def test_short_rows_fill_4_kb():
-    for n in (33, 256, 512, 1000, 1024):
+    for n in (33, 200, 256):
         plain = plan.choose(n, False, narrow=True)
         assert (plain.block_m * plain.block_n, plain.warps) == (2048, 4)
-        for other in ({}, {"edges": True}, {"triangle": True}, {"masked": True}, {"summed": True}):
+        for other in ({}, {"triangle": True}, {"masked": True}, {"summed": True}):
             apart = plan.choose(n, False, narrow=bool(other), **other)
-            assert apart.block_m * apart.block_n in (1024, 2048)
-            assert apart.warps < 4
-    assert plan.choose(1025, False, narrow=True).block_m == 1
+            assert apart.block_m * apart.block_n == 1024
+            assert apart.warps == 1
+
+
+@pytest.mark.parametrize("kind", [{}, {"edges": True}, {"masked": True}, {"summed": True}, {"forward": False}])
+def test_rows_of_16_bits_are_held_in_pieces_with_no_lane_empty_but_in_the_last(kind):
+    for n in (257, 300, 512, 513, 600, 1000, 1024, 1025, 1500, 2048, 3000, 4096, 4097, 5000, 7168, 7169, 8192):
+        chosen, width = plan.choose(n, False, narrow=True, **kind), 1 << (n - 1).bit_length()
+        if chosen.pieces == 1:  # a tile is as good where it is full
+            assert chosen.block_n == width
+            assert n > width - plan.PIECES[width][1]
+            assert "forward" in kind or n > plan.FULL - 1024
+            continue
+        assert chosen.narrow
+        assert chosen.block_m * chosen.block_n == 8 * 32 * chosen.warps  # a vector a thread
+        assert (chosen.pieces - 1) * chosen.block_n < n <= chosen.pieces * chosen.block_n
+        assert chosen.block_m == 1 or not kind.get("edges")
+        assert (chosen.registers or 0) in (0, plan.PIECES_MASKED if "masked" in kind else 48)
+    assert not plan.choose(1000, False, **kind).narrow
+    for n in (3001, 5001):
+        assert plan.choose(n, False, edges=True, forward=False, narrow=True).pieces == 1
 
 
 def test_long_rows_of_16_bits_wait_as_they_came():
     for n in (8193, 16384, 32768):
-        chosen = plan.choose(n, False, narrow=True)
-        assert chosen.narrow
-        assert chosen.block_n // 2 // (32 * chosen.warps) == (32 if n > 16384 else 16)  # registers a thread for the row
+        for kind in ({}, {"masked": True}, {"edges": True}, {"summed": True}):
+            chosen = plan.choose(n, False, narrow=True, **kind)
+            assert chosen.narrow
+            assert chosen.block_n // 2 // (32 * chosen.warps) == (32 if n > 16384 else 16)  # registers a thread for the row
         assert not plan.choose(n, False).narrow
         assert not plan.choose(n, False, forward=False, narrow=True).narrow
     assert not plan.choose(8192, False, narrow=True).narrow
@@ -60,11 +79,11 @@ def test_rows_of_a_triangle_and_of_a_mask_wait_in_16_bits_from_a_thousand_elemen
             chosen = plan.choose(n, False, narrow=True, **kind)
             assert chosen.narrow
             assert not plan.choose(n, False, **kind).narrow
-            assert chosen.block_m * chosen.block_n // (32 * chosen.warps) <= 64
+            assert chosen.block_m * chosen.block_n * chosen.pieces // (32 * chosen.warps) <= 64
             assert (chosen.registers or 128) * 32 * chosen.warps * (1 + (n == 32768)) <= 65536
         edges = plan.choose(n, False, edges=True, narrow=True, triangle=True)  # these take registers
         assert edges.block_m == 1
-        assert edges.registers is None or edges.registers >= 64
+        assert edges.registers is None or edges.registers >= 40
 
 
 H200 = {"processors": 132, "shared_memory": 227 * 1024}
@@ -137,7 +156,7 @@ def test_plans_compile_for_hopper_and_move_16_bytes_at_a_time():
 def test_triangles_and_masks_compile_for_hopper_as_the_plan_says():
     """Without spills; x and y by 16 bytes, a mask by as many bytes as these are elements, none moved between threads, all loads first."""
     cases = {(1024, "bfloat16", True): 28, (4096, "bfloat16", True): 12, (8192, "bfloat16", True): 8, (16384, "float32", True): 2,
-             (1024, "float16", False): 28, (8192, "bfloat16", False): 8, (16384, "float16", False): 4, (16384, "float32", False): 2}
+             (1024, "float16", False): 25, (8192, "bfloat16", False): 8, (16384, "float16", False): 4, (16384, "float32", False): 2}
     for case, programs, kernel in zip(cases, cases.values(), fresh.call(compile_plans.hidden, list(cases)), strict=True):
         assert (kernel["stack"], kernel["bytes"], kernel["late"]) == (0, 0, 0), (case, kernel)
         assert kernel["programs"] >= programs, (case, kernel)

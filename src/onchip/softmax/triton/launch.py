@@ -138,9 +138,9 @@ def _forward(x: Tensor, y: Tensor, mask: Tensor | None, bias: Tensor | None, spe
     rows = fold(tensors, spec.dim, spec.causal, ("x",) if spec.summed else ("x", "y"))
     if rows is None:
         return None
-    named = {"scale": spec.scale, "WANTED": 2 if spec.summed else int(spec.log), "SCALED": spec.scale != 1.0, "MASKED": mask is not None,
-             "CAUSAL": spec.causal}
-    rows = _clustered(rows, x, False, rows.narrow, spec.causal)
+    named = {"scale": spec.scale, "WANTED": 2 if spec.summed else int(spec.log), "MASKED": mask is not None, "CAUSAL": spec.causal,
+             "SCALED": 0 if spec.scale == 1.0 else -1 if spec.scale < 0.0 else 1}
+    rows = _clustered(rows, x, False, rows.narrow, spec)
     parts = _parts(rows, x, False) if bias is None and spec.scale != 0.0 else None
     if parts:
         from onchip.softmax.triton.parts_forward import parts_forward
@@ -148,7 +148,7 @@ def _forward(x: Tensor, y: Tensor, mask: Tensor | None, bias: Tensor | None, spe
         one = parts.one and not (spec.log or spec.summed)
         return _launch_parts(parts_forward, rows, parts, 3, {**named, "ONE": one}, x.device)
     absent = dict.fromkeys({"strides_mask", "strides_bias"} - rows.arguments.keys(), (0, 0, 0, 0))
-    if rows.plan.narrow and spec.hiding and spec.scale == 0.0:  # where what is hidden waits as −∞, which times 0 is NaN
+    if rows.plan.narrow and spec.scale == 0.0:  # what is hidden or does not exist waits as −∞, which times 0 is NaN
         rows = replace(rows, plan=plans.STREAMED)
     few = rows.plan.block_m <= plans.HALVED_ROWS and rows.plan.parts == rows.plan.pieces == 1 and not rows.packed
     more = {"BIASED": bias is not None, "NARROW": rows.plan.narrow, "HALVES": spec.causal and few, "SHARED": rows.shared}
@@ -172,7 +172,7 @@ def _backward(dy: Tensor, y: Tensor, dx: Tensor, spec: Spec) -> Launch | None:
     if rows is None:
         return None
     named = {"scale": spec.scale, "LOG": spec.log, "SCALED": spec.scale != 1.0, "HIDING": spec.hiding}
-    rows = _clustered(rows, y, True, rows.narrow and dy.dtype == y.dtype)
+    rows = _clustered(rows, y, True, rows.narrow and dy.dtype == y.dtype, spec)
     parts = _parts(rows, y, True) if dy.dtype == y.dtype else None
     if parts:
         from onchip.softmax.triton.parts_backward import parts_backward
@@ -187,12 +187,12 @@ def _launch_tiles(module: Any, rows: Rows, tensors: int, named: dict[str, Any], 
     return Launch(kernel, rows.programs(device), tensors, {**rows.arguments, **named}, options, cluster=rows.plan.parts)
 
 
-def _clustered(rows: Rows, x: Tensor, backward: bool, waits: bool, triangle: bool = False) -> Rows:
+def _clustered(rows: Rows, x: Tensor, backward: bool, waits: bool, spec: Spec) -> Rows:
     """`rows` on clusters of thread blocks, where those serve them better and fill the card; `waits`: in the 16 bits they came in."""
     card = _card(x.device, (9, 0))
-    if card is None or rows.plan.block_m > 1 or (rows.plan.resident and (triangle or rows.n <= plans.CLUSTERS_BEYOND[waits, backward])):
+    if card is None or rows.plan.block_m > 1 or (rows.plan.resident and spec.causal and not backward):
         return rows
-    plan = plans.choose_cluster(rows.n, backward, waits)
+    plan = plans.choose_cluster(rows.n, backward, waits, not (rows.edges or spec.summed))
     if plan and plan.held and rows.vector != plans.HELD_VECTOR:
         return rows
     return replace(rows, plan=plan) if plan and rows.count * plan.parts >= card.multi_processor_count else rows

@@ -33,11 +33,18 @@ class Plan:
 SPAN = 64  # elements: 128 bytes and more
 # Along the row: width, a power of two → warps of the program that holds one row, forward and backward. Measured on an H200 (2²⁷ elements)
 # beside half and twice as many warps: within 1 % of the best in bf16 and fp32, 4.0–4.35 TB/s (`benchmarks/softmax_plans.py`).
-RESIDENT_WARPS = {1024: (2, 2), 2048: (4, 4), 4096: (8, 16), 8192: (16, 16), 16384: (16, 16), 32768: (16, 16)}
-# Wider rows of 16 bits, forward: width → rows, warps and registers. So 2 programs of 32768 columns share an SM, and one reads while the
-# other computes: 4.03 TB/s where rows in float32 had 3.13; four of 16384: 4.05, with eight warps each 4.02, in float32 3.65; a copy 4.15.
-NARROW = {16384: (1, 16, 32), 32768: (1, 16, 64)}
-NARROW_MORE = NARROW | {16384: (1, 8, None)}  # where a triangle has a mask or ends of rows beside it: they take registers
+RESIDENT_WARPS = {1024: (2, 2), 2048: (4, 4), 4096: (16, 16), 8192: (16, 16), 16384: (16, 16), 32768: (16, 16)}
+# Rows of 16 bits that wait as such, in pieces of a vector a thread: width → rows, columns of a piece, registers (None: as it likes); a warp
+# for each 256 of these columns. No lane is empty but in a row's last piece, maxima of two elements are found at once, and a row of up to
+# 1024 columns is a warp's own, without a barrier. bf16, TB/s, so and in a tile of a power of two, a copy 4.06–4.16: 512 columns 4.16 and
+# 4.12, 3000 4.11 and 4.02, 5000 4.04 and 3.19; backward 3000 4.27 and 4.06, 5000 4.25 and 3.70; sums of 1024 4.14 and 3.19, of 8192 4.17
+# and 3.32; a mask at 4096 4.03 and 3.98. In 32 registers, which would do at 5000, 4.01.
+PIECES = {512: (2, 256, None), 1024: (2, 256, None), 2048: (1, 512, None), 4096: (1, 1024, 48), 8192: (1, 1024, 48)}
+PIECES_MASKED = 64  # registers, where the table has a number: at 4096 4.03, with as many as it takes 3.99
+FULL = 8192  # columns that a tile in float32 serves better: 4.09, in pieces 4.01
+# Wider rows of 16 bits that no cluster takes, forward: width → rows, warps and registers. So 2 programs of 32768 columns share an SM, and
+# one reads while the other computes: 4.03 TB/s where rows in float32 had 3.13; of 16384 three.
+NARROW = {16384: (1, 16, 40), 32768: (1, 16, 64)}
 # Rows that start inside a vector: their ends cost each thread some 100 instructions, so it gets 32 elements, 14 instructions for each.
 # With 16 it is 20, of the 32 that an SM issues at the memory's rate: within 1 % at 1001 and 4095 columns, 3 % slower at 8191.
 EDGES_EACH = 32
@@ -48,13 +55,8 @@ EDGES_EACH = 32
 HALVED_ROWS = 2  # of a tile, at most: those of one that is halved are much alike
 NARROW_TRIANGLE = {1024: (HALVED_ROWS, 1, 72), 2048: (1, 2, 40), 4096: (1, 4, 40), 8192: (1, 4, 64), 16384: (1, 8, 64), 32768: (1, 16, 64)}
 TRIANGLE_REGISTERS = {8192: 64, 16384: 64}  # of float32: four programs an SM, and two; one or a few more would let three, and one
-# A mask is applied to two elements of 16 bits at once. With 64 elements a thread 128 KB of x are under way on an SM (1024: 112): 0.96 to
-# 0.98 of the plain kernel's TB/s. 1024 in 72 registers 3.90, in as many as it takes 3.93, in 64 2.9.
-NARROW_MASKED = {1024: (2, 1, None), 2048: (1, 1, 64), 4096: (1, 2, 64), 8192: (1, 4, 64), 16384: (1, 8, 64), 32768: (1, 16, 64)}
 SHORT_TILE, SHORT_WARPS = 1024, 1  # narrower rows share a program of this many elements
-# Plain ones of 16 bits share a program with 2048 elements and four warps: 512 columns forward 4.15 TB/s, 4.09 in the tile above. Sums,
-# which instructions bind, would be read at 2.72 TB/s in place of 3.06 (1024 columns).
-SHORT_NARROW = (2048, 4)
+SHORT_NARROW = (2048, 4)  # plain ones of 16 bits this one, and four warps: 256 columns forward 4.16 TB/s, 4.09 in the tile above
 # Two passes: what pays is bytes in flight, more than rows in L2. 1, 2, 4 programs an SM: 1.7, 2.2, 2.7 TB/s at 65536 columns of bf16.
 STREAMED = Plan(False, 1, 8192, 8, 4)
 # Columns from which rows that start inside a vector are read by vectors, and their ends apart: those that have a program to themselves.
@@ -77,19 +79,35 @@ def choose(n: int, across: bool, edges: bool = False, forward: bool = True, narr
     if across:
         fits = ACROSS_LEAST * width <= ACROSS_TILE
         return Plan(True, min(ACROSS_ROWS, ACROSS_TILE // width), width, ACROSS_WARPS) if fits else ACROSS_STREAMED
+    pieces = _in_pieces(n, width, edges, forward, masked, summed) if narrow and not triangle and width in PIECES else None
+    if pieces:
+        return pieces
     if narrow and 2 * width <= SHORT_NARROW[0] and not (edges or triangle or masked or summed):
         return Plan(True, SHORT_NARROW[0] // width, width, SHORT_NARROW[1])
     if width < SHORT_TILE:
         return Plan(True, SHORT_TILE // width, width, SHORT_WARPS)
     if width not in RESIDENT_WARPS:
         return STREAMED
-    waits = NARROW_TRIANGLE if triangle else NARROW_MASKED if masked else NARROW
+    waits = NARROW_TRIANGLE if triangle else NARROW
     if forward and narrow and width in waits:
         more = triangle and (edges or masked)
-        rows, warps, registers = NARROW_MORE.get(width, (1, width // (32 * EDGES_EACH), None)) if more else waits[width]
+        rows, warps, registers = NARROW.get(width, (1, width // (32 * EDGES_EACH), None)) if more else waits[width]
         return Plan(True, rows, width, warps, registers=registers, narrow=True)
     warps = min(16, width // (32 * EDGES_EACH)) if edges or triangle else RESIDENT_WARPS[width][not forward]
     return Plan(True, 1, width, warps, registers=TRIANGLE_REGISTERS.get(width) if triangle and not (edges and masked) else None)
+
+
+def _in_pieces(n: int, width: int, edges: bool, forward: bool, masked: bool, summed: bool) -> Plan | None:
+    """Rows of `n` elements in pieces, where those serve them better than a tile of `width` columns."""
+    rows, piece, registers = PIECES[width]
+    pieces = -(-n // piece)
+    full = pieces * piece == width
+    if (full and width == FULL and not (masked or summed)) if forward else full or edges:
+        return None
+    rows = 1 if edges else rows
+    if registers:
+        registers = None if edges or not forward else PIECES_MASKED if masked else registers
+    return Plan(True, rows, piece, rows * piece // 256, registers=registers, narrow=True, pieces=pieces)
 
 
 # Longer rows on clusters. By (elements wait in 16 bits, backward): up to which length, columns of a piece, pieces of a thread block at
@@ -101,13 +119,23 @@ CLUSTERS = {
     (True, True): ((131072, (1024, 8, 4, 96)), (262144, (2048, 8, 8, 80))),
     (False, True): ((131072, (512, 16, 4, 160)), (163840, (1024, 10, 8, 104)), (262144, (1024, 16, 8, 128, 8))),
 }
+# Forward rows of whole vectors, whose results are written, are served better by more and smaller blocks, as long as a cluster has no more
+# than ten: bf16 16384 columns 4.09–4.13 TB/s and in a program 4.01, 32768 4.09 and 4.03, float32 32768 4.14–4.20 and 4.09. Of sums they are
+# not (16384 3.78 and 4.19), nor where each block has the instructions of ends.
+SMALLER = {(True, False): ((49152, (1024, 6, 4, 56)),), (False, False): ((32768, (1024, 4, 8, 48)), (65536, (1024, 7, 8, 64)))}
 HELD_VECTOR = 4  # elements of a vector where pieces may wait in shared memory: 32 bits each, and not read one by one
-CLUSTERS_BEYOND = {(True, False): 16384, (False, False): 16384, (True, True): 8192, (False, True): 16384}  # else a program is as good
+CLUSTERS_BEYOND, CLUSTERS_BEYOND_ENDS = 8192, 16384  # columns; the latter of float32 rows with ends, or of which sums are wanted
 
 
-def choose_cluster(n: int, backward: bool, narrow: bool) -> Plan | None:
-    """The cluster for rows of `n` elements; None where its registers do not hold them."""
-    return next((cluster(n, narrow, *block) for width, block in CLUSTERS[narrow, backward] if n <= width), None)
+def choose_cluster(n: int, backward: bool, narrow: bool, whole: bool = True) -> Plan | None:
+    """The cluster for rows of `n` elements; None where one program is as good, or where a cluster's registers do not hold them.
+
+    `whole`: they are made of whole vectors, and y or dx is wanted.
+    """
+    if n <= (CLUSTERS_BEYOND if whole or narrow else CLUSTERS_BEYOND_ENDS):
+        return None
+    blocks = (SMALLER.get((narrow, backward), ()) if whole else ()) + CLUSTERS[narrow, backward]
+    return next((cluster(n, narrow, *block) for width, block in blocks if n <= width), None)
 
 
 def cluster(n: int, narrow: bool, piece: int, most: int, warps: int, registers: int | None, held: int = 0) -> Plan:

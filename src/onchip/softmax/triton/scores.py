@@ -49,24 +49,64 @@ def _kept(mask, step, w, lead, read, VECTOR: tl.constexpr):
 
 
 @triton.jit
+def ask(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, n, n0, SCALED: tl.constexpr, MASKED: tl.constexpr,
+        BIASED: tl.constexpr, CAUSAL: tl.constexpr, VECTOR: tl.constexpr, NARROW: tl.constexpr):
+    """A block's elements as they come, with its mask's and its bias's, or themselves in place of these.
+
+    Where nothing is read, what gives s = −∞, or if it has to be selected, 0.
+    """
+    read, _ = _seen(w, keep, lead, i0, exists, n, n0, VECTOR, CAUSAL)
+    absent = 0.0
+    if NARROW:
+        absent = float("inf") if SCALED < 0 else float("-inf")
+    elif not (SCALED or BIASED or MASKED):
+        absent = float("-inf")
+    raw = tl.load(x + w * step_x, mask=read, other=absent)
+    kept, add = raw, raw
+    if MASKED:
+        kept = _kept(mask, step_mask, w, lead, read, VECTOR)
+    if BIASED:
+        add = tl.load(bias + (w - lead) * step_bias, mask=read, other=0.0)
+    return raw, kept, add
+
+
+@triton.jit
+def waits(raw, kept, add, w, keep, lead, i0, exists, scale, n, n0, SCALED: tl.constexpr, MASKED: tl.constexpr, BIASED: tl.constexpr,
+          CAUSAL: tl.constexpr, VECTOR: tl.constexpr, NARROW: tl.constexpr):
+    """Of what was asked for, s in float32, −∞ where a position is hidden or does not exist; NARROW: elements of 16 bits as they came, and
+    what gives s = −∞."""
+    if NARROW:
+        hidden = float("inf") if SCALED < 0 else float("-inf")
+        s = raw
+        if MASKED:
+            s = _select(s, hidden, kept)
+        if CAUSAL:
+            s = _hide(s, hidden, w - w // VECTOR * VECTOR, _last(w, lead, i0, n, n0, VECTOR))
+    else:
+        read, seen = _seen(w, keep, lead, i0, exists, n, n0, VECTOR, CAUSAL)
+        s = raw.to(tl.float32)
+        if SCALED:
+            s *= scale
+        if BIASED:
+            s += add.to(tl.float32)
+        if SCALED or BIASED or MASKED:
+            seen &= read
+        if MASKED:
+            seen &= kept != 0
+        if SCALED or BIASED or MASKED or CAUSAL:
+            s = tl.where(seen, s, float("-inf"))
+    return s
+
+
+@triton.jit
 def scores(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, scale, n, n0, SCALED: tl.constexpr,
            MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr, VECTOR: tl.constexpr = 1):
     """s of a block in float32; −∞ is selected, after scaling, where a position is hidden or does not exist."""
-    read, seen = _seen(w, keep, lead, i0, exists, n, n0, VECTOR, CAUSAL)
-    if not (SCALED or BIASED or MASKED):
-        s = tl.load(x + w * step_x, mask=read, other=float("-inf")).to(tl.float32)
-        return tl.where(seen, s, float("-inf")) if CAUSAL else s
-    s = tl.load(x + w * step_x, mask=read, other=0.0).to(tl.float32)
-    keep = seen & read
+    raw, kept, add = ask(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, n, n0, SCALED, MASKED, BIASED, CAUSAL,
+                         VECTOR, False)
     if MASKED:
-        kept = _kept(mask, step_mask, w, lead, read, VECTOR)
         under_way(n)
-        keep = seen & (kept != 0)
-    if SCALED:
-        s *= scale
-    if BIASED:
-        s += tl.load(bias + (w - lead) * step_bias, mask=read, other=0.0).to(tl.float32)
-    return tl.where(keep, s, float("-inf"))
+    return waits(raw, kept, add, w, keep, lead, i0, exists, scale, n, n0, SCALED, MASKED, BIASED, CAUSAL, VECTOR, False)
 
 
 @triton.jit
@@ -112,36 +152,30 @@ def _select(x, hidden, kept):
 
 
 @triton.jit
-def wait(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, scale, n, n0, SCALED: tl.constexpr, MASKED: tl.constexpr,
-         BIASED: tl.constexpr, CAUSAL: tl.constexpr, VECTOR: tl.constexpr, NARROW: tl.constexpr):
-    """What waits of a piece of the row: s, or elements of 16 bits as they came."""
-    if NARROW:
-        hidden = 0.0 if SCALED else float("-inf")
-        if (MASKED or CAUSAL) and SCALED:  # scale is not 0
-            hidden = tl.where(scale < 0.0, float("inf"), float("-inf"))
-        read, _ = _seen(w, keep, lead, i0, exists, n, n0, VECTOR, CAUSAL)
-        waiting = tl.load(x + w * step_x, mask=read, other=hidden)
-        if MASKED:
-            kept = _kept(mask, step_mask, w, lead, read, VECTOR)
-        if CAUSAL or (MASKED and waiting.shape[0] > 1):
-            under_way(n)
-        if MASKED:
-            waiting = _select(waiting, hidden, kept)
-        if CAUSAL:
-            waiting = _hide(waiting, hidden, w - w // VECTOR * VECTOR, _last(w, lead, i0, n, n0, VECTOR))
+def larger(a, b, SCALED: tl.constexpr, NARROW: tl.constexpr):
+    """Of two pieces that wait, element by element, what has the larger s; two of 16 bits at once."""
+    if not NARROW:
+        best = tl.maximum(a, b)
+    elif INTERPRETED:
+        wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
+        best = (tl.minimum(wide_a, wide_b) if SCALED < 0 else tl.maximum(wide_a, wide_b)).to(a.dtype)
     else:
-        waiting = scores(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, scale, n, n0, SCALED, MASKED, BIASED,
-                         CAUSAL, VECTOR)
-    return waiting
+        TYPE: tl.constexpr = "f16x2" if a.dtype == tl.float16 else "bf16x2"
+        HOW: tl.constexpr = ("min." if SCALED < 0 else "max.") + TYPE + " $0, $1, $2;"
+        pairs = [a.to(tl.int16, bitcast=True), b.to(tl.int16, bitcast=True)]
+        best = tl.inline_asm_elementwise(HOW, "=r,r,r", pairs, dtype=tl.int16, is_pure=True, pack=2).to(a.dtype, bitcast=True)
+    return best
 
 
 @triton.jit
-def take(waiting, keep, scale, SCALED: tl.constexpr, HIDING: tl.constexpr, NARROW: tl.constexpr, TIME: tl.constexpr):
-    """s of it, for the TIME-th time. What a triangle or a mask hides of 16-bit elements is −∞ when they are scaled, others need to be told
-    of."""
-    s = waiting.to(tl.float32) if TIME == 1 else widen(waiting, TIME > 2)
-    if NARROW and SCALED:
-        s *= scale
-        if not HIDING:
-            s = tl.where(keep, s, float("-inf"))
-    return s
+def whole(waiting, scale, SCALED: tl.constexpr, NARROW: tl.constexpr):
+    """s of what waits."""
+    s = waiting.to(tl.float32)
+    return s * scale if NARROW and SCALED else s
+
+
+@triton.jit
+def below(waiting, shift, scale, SCALED: tl.constexpr, NARROW: tl.constexpr, AGAIN: tl.constexpr):
+    """s − shift of it: scaled and subtracted by one instruction, in one rounding. AGAIN: see `widen`."""
+    s = widen(waiting, AGAIN)
+    return tl.fma(s, scale, -shift) if NARROW and SCALED else s - shift

@@ -6,9 +6,9 @@ takes five, to keep results below 2⁻¹²⁶.
 import triton
 import triton.language as tl
 
-from onchip.softmax.triton.addresses import INTERPRETED, ahead, begin, columns, ends, lead, locate, only, place, start
+from onchip.softmax.triton.addresses import INTERPRETED, ahead, begin, columns, ends, lead, locate, only, place, start, under_way
 from onchip.softmax.triton.cluster import begun, enter, exchange
-from onchip.softmax.triton.scores import end_scores, scores, take, wait
+from onchip.softmax.triton.scores import ask, below, end_scores, larger, scores, waits, whole
 
 LOG2E = tl.constexpr(1.4426950408889634)
 Y, LOG_Y, SUM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what is wanted: y, log y or log Σ exp s
@@ -30,19 +30,27 @@ def _exp(s):
 
 
 @triton.jit
-def _normalise(s, shift, l, WANTED: tl.constexpr, HIDING: tl.constexpr):
-    """y of a block; shift and l: [rows, 1]. l = 0 is a row of −∞ only: 0/0 and −∞ − log 0 give torch's NaN, l = 1 the empty row's 0, −∞."""
+def _normalise(d, l, y, WANTED: tl.constexpr, HIDING: tl.constexpr):
+    """y of d = s − m; l: [rows, 1]. l = 0 is a row of −∞ only: 0/0 and −∞ − log 0 give torch's NaN, l = 1 the empty row's 0, −∞.
+
+    Where y has 16 bits, 1/l goes into the exponent, where it is added by the multiplication: off by 2⁻²⁴ of an exponent below 160, 1e-5.
+    """
     if HIDING:
         l = tl.where(l == 0.0, 1.0, l)
-    s -= shift
-    return s - tl.log(l) if WANTED == LOG_Y else _exp(s) * (1.0 / l)
+    if WANTED == LOG_Y:
+        result = d - tl.log(l)
+    elif y.dtype.element_ty == tl.float32:
+        result = _exp(d) * (1.0 / l)
+    else:
+        result = tl.exp2(tl.fma(d, LOG2E, -tl.log2(l)))
+    return result
 
 
 @triton.jit
 def _store_ends(y, s, shift, l, strides_y, i2, i1, i0, lead, n, VECTOR: tl.constexpr, WANTED: tl.constexpr, HIDING: tl.constexpr):
     """y of them; shift and l: [1]."""
     w, keep = ends(only(lead), n, VECTOR)
-    tl.store(y + start(strides_y, i2, i1, i0, VECTOR) + w, _normalise(s, only(shift), only(l), WANTED, HIDING), mask=keep)
+    tl.store(y + start(strides_y, i2, i1, i0, VECTOR) + w, _normalise(s - only(shift), only(l), y, WANTED, HIDING), mask=keep)
 
 
 @triton.jit
@@ -88,22 +96,32 @@ def _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, sc
     if EDGES:  # asked for with the others
         s_ends = end_scores(x, mask, bias, strides_x, strides_mask, strides_bias, i2, i1, i0, before, part, scale, n, n0, VECTOR, SCALED,
                             MASKED, BIASED, CAUSAL)
-    row, there = (), ()  # its pieces
+    raws, masks, biases, row, there = (), (), (), (), ()  # its pieces
     for piece in tl.static_range(PIECES):
         w, keep = columns(part, span, before, n, BLOCK_N, WIDE, VECTOR, EDGES, PARTS > 1, piece)
+        raw, kept, add = ask(ahead(row_x, piece, strides_x[3], BLOCK_N), row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3],
+                             w, keep, before - piece * BLOCK_N, i0, exists, n, n0, SCALED, MASKED, BIASED, CAUSAL, VECTOR, NARROW)
+        raws += (raw,)
+        masks += (kept,)
+        biases += (add,)
         there += (keep & exists[:, None],)
-        row += (wait(ahead(row_x, piece, strides_x[3], BLOCK_N), row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], w,
-                     keep, before - piece * BLOCK_N, i0, exists, scale, n, n0, SCALED, MASKED, BIASED, CAUSAL, VECTOR, NARROW),)
+    if MASKED or (CAUSAL and NARROW):
+        under_way(n)
+    for piece in tl.static_range(PIECES):
+        _, keep = columns(part, span, before, n, BLOCK_N, WIDE, VECTOR, EDGES, PARTS > 1, piece)
+        row += (waits(raws[piece], masks[piece], biases[piece], w, keep, before - piece * BLOCK_N, i0, exists, scale, n, n0, SCALED, MASKED,
+                      BIASED, CAUSAL, VECTOR, NARROW),)
     mail = begun(mail, PARTS)
-    largest = take(row[0], there[0], scale, SCALED, MASKED or CAUSAL, NARROW, 1)
+    best = row[0]
     for piece in tl.static_range(1, PIECES):
-        largest = tl.maximum(largest, take(row[piece], there[piece], scale, SCALED, MASKED or CAUSAL, NARROW, 1))
-    m = tl.max(largest, axis=1)
+        best = larger(best, row[piece], SCALED, NARROW)
+    m = tl.max(whole(best, scale, SCALED, NARROW), axis=1)
     if EDGES:
         m = tl.maximum(m, tl.max(s_ends, axis=0))
-    terms = _exp(take(row[0], there[0], scale, SCALED, MASKED or CAUSAL, NARROW, 2) - _shift(m, WANTED)[:, None])
+    shift = _shift(m, WANTED)[:, None]
+    terms = _exp(below(row[0], shift, scale, SCALED, NARROW, False))
     for piece in tl.static_range(1, PIECES):
-        terms += _exp(take(row[piece], there[piece], scale, SCALED, MASKED or CAUSAL, NARROW, 2) - _shift(m, WANTED)[:, None])
+        terms += _exp(below(row[piece], shift, scale, SCALED, NARROW, False))
     l = tl.sum(terms, axis=1)
     if EDGES:
         l += tl.sum(_exp(s_ends - only(_shift(m, WANTED))), axis=0)
@@ -120,16 +138,18 @@ def _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, sc
             m = tl.max(ms, axis=1)
             l = tl.sum(ls * _exp(ms - _shift(m, WANTED)[:, None]), axis=1)
     shift = _shift(m, WANTED)
+    if NARROW and SCALED and (MASKED or CAUSAL) and WANTED != SUM:  # scale · x beyond float32: no term is left, as in an empty row
+        l = tl.where(m == float("inf"), float("nan"), l)
     if WANTED == SUM:
         tl.store(y + i2 * strides_y[0] + i1 * strides_y[1] + i0 * strides_y[2], shift + tl.log(l), mask=exists & (part == 0))
     else:
         row_y = begin(y, strides_y, i2, i1, i0, VECTOR)
         for piece in tl.static_range(PIECES):
-            s = take(row[piece], there[piece], scale, SCALED, MASKED or CAUSAL, NARROW, 3)
+            d = below(row[piece], shift[:, None], scale, SCALED, NARROW, True)
             tl.store(ahead(row_y, piece, strides_y[3], BLOCK_N) + w * strides_y[3],
-                     _normalise(s, shift[:, None], l[:, None], WANTED, MASKED or CAUSAL), mask=there[piece])
+                     _normalise(d, l[:, None], y, WANTED, MASKED or CAUSAL), mask=there[piece])
         if BLOCKS > 1:  # 0 or −∞, and NaN in rows that have one
-            rest = _normalise(tl.full([BLOCK_M, 1], float("-inf"), tl.float32), shift[:, None], l[:, None], WANTED, True)
+            rest = _normalise(tl.full([BLOCK_M, 1], float("-inf"), tl.float32) - shift[:, None], l[:, None], y, WANTED, True)
             for block in tl.static_range(1, BLOCKS):
                 w, keep = columns(block, BLOCK_N, before, n, BLOCK_N, WIDE, VECTOR, EDGES)
                 tl.store(row_y + w * strides_y[3], rest, mask=exists[:, None] & keep)
@@ -194,7 +214,7 @@ def _streamed(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias
                 w, keep = columns(blocks - 1 - back, BLOCK_N, before, n, BLOCK_N, WIDE, VECTOR, EDGES)
                 s = scores(row_x, row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], w, keep, before, i0, exists, scale,
                            n, n0, SCALED, MASKED, BIASED, CAUSAL, VECTOR)
-                tl.store(row_y + w * strides_y[3], _normalise(s, _shift(m, WANTED)[:, None], l[:, None], WANTED, MASKED or CAUSAL),
+                tl.store(row_y + w * strides_y[3], _normalise(s - _shift(m, WANTED)[:, None], l[:, None], y, WANTED, MASKED or CAUSAL),
                          mask=exists[:, None] & keep)
             if EDGES:
                 _store_ends(y, s_ends, _shift(m, WANTED), l, strides_y, i2, i1, i0, before, n, VECTOR, WANTED, MASKED or CAUSAL)
