@@ -33,6 +33,7 @@ from softmax import CAUSAL, DTYPES
 from softmax_cells import buffers, implementations, softmax, timed
 
 MOST_WARPS = 32  # of a block
+MOST_PIECES = 32  # of a row: each is code of its own
 PASSES = ("forward", "backward", "sum", "causal", "mask")
 
 
@@ -229,7 +230,7 @@ def main() -> None:
                 found[1:] = [Plan(True, *one, registers=most or None, narrow=waits > 0) for *one, most, waits in options.tiles
                              if one[1] == 1 << (n - 1).bit_length()]
                 found += [Plan(True, m, piece, warps, registers=most or None, narrow=dtype.itemsize == 2, pieces=-(-n // piece))
-                          for m, piece, warps, most in options.pieces]
+                          for m, piece, warps, most in options.pieces if n <= MOST_PIECES * piece]
                 found += [plan.cluster(n, dtype.itemsize == 2, *one) for one in options.clusters if held(n, *one)]
             turns = options.turns if what == "mask" else ()
             jobs[n, what] = list(dict.fromkeys(Candidate(one, *turn) for turn in ((), *turns) for one in found))

@@ -49,7 +49,8 @@ def test_rows_of_16_bits_are_held_in_pieces_with_no_lane_empty_but_in_the_last(k
         if chosen.pieces == 1:  # a tile is as good where it is full
             assert chosen.block_n == width
             assert n > width - plan.PIECES[width][1]
-            assert "forward" in kind or n > plan.FULL - 1024
+            assert not {"masked", "summed"} & set(kind)
+            assert "forward" in kind or width == 8192
             continue
         assert chosen.narrow
         assert chosen.block_m * chosen.block_n == 8 * 32 * chosen.warps  # a vector a thread
@@ -155,7 +156,7 @@ def test_plans_compile_for_hopper_and_move_16_bytes_at_a_time():
 
 def test_triangles_and_masks_compile_for_hopper_as_the_plan_says():
     """Without spills; x and y by 16 bytes, a mask by as many bytes as these are elements, none moved between threads, all loads first."""
-    cases = {(1024, "bfloat16", True): 28, (4096, "bfloat16", True): 12, (8192, "bfloat16", True): 8, (16384, "float32", True): 2,
+    cases = {(1024, "bfloat16", True): 32, (4096, "bfloat16", True): 12, (8192, "bfloat16", True): 8, (16384, "float32", True): 2,
              (1024, "float16", False): 25, (8192, "bfloat16", False): 8, (16384, "float16", False): 4, (16384, "float32", False): 2}
     for case, programs, kernel in zip(cases, cases.values(), fresh.call(compile_plans.hidden, list(cases)), strict=True):
         assert (kernel["stack"], kernel["bytes"], kernel["late"]) == (0, 0, 0), (case, kernel)

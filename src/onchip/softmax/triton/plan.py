@@ -41,7 +41,8 @@ RESIDENT_WARPS = {1024: (2, 2), 2048: (4, 4), 4096: (16, 16), 8192: (16, 16), 16
 # and 3.32; a mask at 4096 4.03 and 3.98. In 32 registers, which would do at 5000, 4.01.
 PIECES = {512: (2, 256, None), 1024: (2, 256, None), 2048: (1, 512, None), 4096: (1, 1024, 48), 8192: (1, 1024, 48)}
 PIECES_MASKED = 64  # registers, where the table has a number: at 4096 4.03, with as many as it takes 3.99
-FULL = 8192  # columns that a tile in float32 serves better: 4.09, in pieces 4.01
+# Where plain rows, forward, need all of these pieces, columns of fewer: 4096 4.06 TB/s for 4.05; None: a tile in float32, 4.11 for 4.01.
+FULL = {4096: 2048, 8192: None}
 # Wider rows of 16 bits that no cluster takes, forward: width → rows, warps and registers. So 2 programs of 32768 columns share an SM, and
 # one reads while the other computes: 4.03 TB/s where rows in float32 had 3.13; of 16384 three.
 NARROW = {16384: (1, 16, 40), 32768: (1, 16, 64)}
@@ -50,10 +51,9 @@ NARROW = {16384: (1, 16, 40), 32768: (1, 16, 64)}
 EDGES_EACH = 32
 # Rows of a triangle get 32 elements a thread or more: they move 3/4 of a plain row's bytes, and may issue no more of its instructions.
 # Half the warps, in tiles halved for rows that see little, issue 0.80 to 0.84 of them (1024, 4096, 8192 columns of bf16), all of them 1.2.
-# With fewer bytes each, more rows have to be under way: two in each of the 28 programs of 72 registers at 1024 columns (with 64 some loads
-# would wait for others, or registers spill), twelve of 40 at 4096, eight of 64 at 8192, whose threads have 64 elements.
-HALVED_ROWS = 2  # of a tile, at most: those of one that is halved are much alike
-NARROW_TRIANGLE = {1024: (HALVED_ROWS, 1, 72), 2048: (1, 2, 40), 4096: (1, 4, 40), 8192: (1, 4, 64), 16384: (1, 8, 64), 32768: (1, 16, 64)}
+# With fewer bytes each, more rows have to be under way: twelve in programs of 40 registers at 4096, eight of 64 at 8192, whose threads have
+# 64 elements; at 1024 32 rows of a warp each, 0.9 % faster than two in each of 28 warps.
+NARROW_TRIANGLE = {1024: (1, 1, 48), 2048: (1, 2, 40), 4096: (1, 4, 40), 8192: (1, 4, 64), 16384: (1, 8, 64), 32768: (1, 16, 64)}
 TRIANGLE_REGISTERS = {8192: 64, 16384: 64}  # of float32: four programs an SM, and two; one or a few more would let three, and one
 SHORT_TILE, SHORT_WARPS = 1024, 1  # narrower rows share a program of this many elements
 SHORT_NARROW = (2048, 4)  # plain ones of 16 bits this one, and four warps: 256 columns forward 4.16 TB/s, 4.09 in the tile above
@@ -101,20 +101,21 @@ def _in_pieces(n: int, width: int, edges: bool, forward: bool, masked: bool, sum
     """Rows of `n` elements in pieces, where those serve them better than a tile of `width` columns."""
     rows, piece, registers = PIECES[width]
     pieces = -(-n // piece)
-    full = pieces * piece == width
-    if (full and width == FULL and not (masked or summed)) if forward else full or edges:
+    if pieces * piece == width and not (masked or summed):
+        piece, registers = FULL.get(width, piece) if forward else None, None
+    if piece is None or (edges and not forward):
         return None
     rows = 1 if edges else rows
     if registers:
         registers = None if edges or not forward else PIECES_MASKED if masked else registers
-    return Plan(True, rows, piece, rows * piece // 256, registers=registers, narrow=True, pieces=pieces)
+    return Plan(True, rows, piece, rows * piece // 256, registers=registers, narrow=True, pieces=-(-n // piece))
 
 
 # Longer rows on clusters. By (elements wait in 16 bits, backward): up to which length, columns of a piece, pieces of a thread block at
 # most, warps, registers and pieces of dy in shared memory. A piece is a vector a thread. What counts is bytes of rows that wait on an SM,
 # here 115 to 254 KB ("Rows on clusters" in docs/notes/softmax.md works them out), in warps enough to keep it busy (16).
 CLUSTERS = {
-    (True, False): ((131072, (1024, 8, 4, 56)), (163840, (1024, 10, 4, 64)), (262144, (1024, 16, 4, 96))),
+    (True, False): ((131072, (1024, 8, 4, 64)), (163840, (1024, 10, 4, 64)), (262144, (1024, 16, 4, 96))),
     (False, False): ((131072, (1024, 8, 8, 64)), (262144, (1024, 16, 8, 80))),
     (True, True): ((131072, (1024, 8, 4, 96)), (262144, (2048, 8, 8, 80))),
     (False, True): ((131072, (512, 16, 4, 160)), (163840, (1024, 10, 8, 104)), (262144, (1024, 16, 8, 128, 8))),
