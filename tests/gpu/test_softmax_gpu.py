@@ -59,13 +59,13 @@ def test_long_rows_in_parts(rows, n, dtype, log):
 def test_clusters_and_parts_are_taken_where_the_plan_says():
     """(blocks of a cluster, whether groups exchange through memory) by width and number of rows."""
     launch._LAUNCHES.clear()
-    for rows, n in ((200, 8192), (200, 32_768), (200, 33_000), (200, 131_072), (200, 262_144), (200, 270_000), (4, 65_536)):
+    for rows, n in ((200, 8192), (200, 16_384), (200, 32_768), (200, 33_001), (200, 131_072), (200, 262_144), (200, 270_000), (4, 65_536)):
         softmax(data(rows, n, dtype=torch.bfloat16))
     found = [(made.cluster, made.rounds > 0) for made in launch._LAUNCHES.values()]
-    assert found == [(1, False), (4, False), (5, False), (16, False), (16, False), (1, True), (1, True)]
+    assert found == [(1, False), (3, False), (6, False), (5, False), (16, False), (16, False), (1, True), (1, True)]
     masked = data(200, 40_000, dtype=torch.bfloat16)
     softmax(masked, mask=masked > 0)
-    assert list(launch._LAUNCHES.values())[-1].cluster == 5
+    assert list(launch._LAUNCHES.values())[-1].cluster == 7
 
 
 @pytest.mark.parametrize("offset", [-200.0, 200.0])

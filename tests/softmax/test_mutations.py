@@ -66,7 +66,7 @@ MUTANTS = {
     "bias that is not added": ("scores", "s += add.to(tl.float32)", "s += 0.0 * add.to(tl.float32)", {"bias": True}),
     "maximum of the first piece": ("tile_forward", "best = larger(best, row[piece], SCALED, NARROW)", "best = best",
                                    {"late": True, "half": True, "n": 1504}),
-    "largest where the scale is negative": ("scores", "tl.minimum(wide_a, wide_b)", "tl.maximum(wide_a, wide_b)",
+    "largest where the scale is negative": ("scores", "SMALLER: tl.constexpr = SCALED < 0", "SMALLER: tl.constexpr = False",
                                             {"scale": -1.5, "early": True, "half": True, "n": 1504}),
     "16 bits that are not scaled": ("scores", "tl.fma(s, scale, -shift)", "s - shift", {"scale": 0.5, "half": True, "n": 1504}),
     "exponent without the sum": ("tile_forward", "-tl.log2(l)", "0.0 * l", {"half": True}),

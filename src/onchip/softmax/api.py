@@ -41,8 +41,8 @@ def softmax(x: Tensor, dim: int = -1, *, dtype: torch.dtype | None = None, scale
 
     Arithmetic is float32 for 16-bit types. The subtraction comes before every rounding that could lose it, so a large common offset
     costs nothing; results below 2⁻¹²⁶ are 0. Differentiable twice and more; usable under torch.func, vmap, torch.compile, export and
-    autocast; repeats bit for bit. A row's bits do not depend on other rows, nor on how many there are, unless they are so few and long
-    that it is cut in more parts for them (`onchip.softmax.triton.plan`).
+    autocast; repeats bit for bit. A row's bits do not depend on other rows, nor on how many there are, unless it has more than 8192
+    elements and they are so few that it is cut in other parts for them (`onchip.softmax.triton.plan`).
 
     Raises:
         IndexError: `dim` out of range.

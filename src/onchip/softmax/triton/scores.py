@@ -154,14 +154,15 @@ def _select(x, hidden, kept):
 @triton.jit
 def larger(a, b, SCALED: tl.constexpr, NARROW: tl.constexpr):
     """Of two pieces that wait, element by element, what has the larger s; two of 16 bits at once."""
+    SMALLER: tl.constexpr = SCALED < 0
     if not NARROW:
         best = tl.maximum(a, b)
     elif INTERPRETED:
         wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
-        best = (tl.minimum(wide_a, wide_b) if SCALED < 0 else tl.maximum(wide_a, wide_b)).to(a.dtype)
+        best = (tl.minimum(wide_a, wide_b) if SMALLER else tl.maximum(wide_a, wide_b)).to(a.dtype)
     else:
         TYPE: tl.constexpr = "f16x2" if a.dtype == tl.float16 else "bf16x2"
-        HOW: tl.constexpr = ("min." if SCALED < 0 else "max.") + TYPE + " $0, $1, $2;"
+        HOW: tl.constexpr = ("min." if SMALLER else "max.") + TYPE + " $0, $1, $2;"
         pairs = [a.to(tl.int16, bitcast=True), b.to(tl.int16, bitcast=True)]
         best = tl.inline_asm_elementwise(HOW, "=r,r,r", pairs, dtype=tl.int16, is_pure=True, pack=2).to(a.dtype, bitcast=True)
     return best
