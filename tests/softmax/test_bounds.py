@@ -41,6 +41,7 @@ def test_softmax(shape, dtype):
         agree(x)
         agree(x, log=True, causal=True)
         agree(x, mask=rows(1, shape[1]) > 0)
+        agree(x, mask=rows(*shape) > 0)
 
 
 def test_softmax_in_blocks(force):

@@ -1,4 +1,6 @@
 """How shapes and strides fold into rows, and addresses beyond 32 bits."""
+from dataclasses import replace
+
 import pytest
 import torch
 import triton
@@ -90,6 +92,34 @@ def test_a_mask_has_vectors_of_its_own(rows):
     assert fold(x, -1, mask).mask_vector == 8
     assert fold(x, -1, torch.ones(4, 6, 1, dtype=torch.uint8).expand(4, 6, 1000)).mask_vector == 1
     assert fold(x, -1, torch.ones(4, 6, 1001, dtype=torch.uint8)[..., :1000]).mask_vector == 1
+
+
+def test_a_mask_of_rows_with_edges_has_vectors_where_it_lies_as_they_do():
+    x = torch.empty(3, 8, 1001, dtype=torch.float16)
+    shared, full, every = ((8, 1001), 8), ((3, 8, 1001), 8), ((1001,), 1)  # a row of 1001 after another, or the same one again
+    for shape, vector in (shared, full, every):
+        found = fold(x, -1, torch.ones(shape, dtype=torch.uint8).expand(x.shape))
+        assert (found.edges, found.mask_vector, found.narrow) == (True, vector, vector == 8)
+    y = torch.empty(3, 9, 1001, dtype=torch.float16)
+    assert fold(y, -1, torch.ones(9, 1001, dtype=torch.uint8).expand(y.shape)).mask_vector == 1
+    assert fold(x, -1, torch.ones(3, 8, 1002, dtype=torch.uint8)[..., :1001]).mask_vector == 1
+
+
+@pytest.mark.parametrize("tile", [None, plan.Plan(True, 1, 256, 1, narrow=True, parts=2, pieces=2), plan.Plan(False, 1, 64, 4, 1)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_masks_of_rows_with_edges(force, dtype, tile):
+    """In pieces, in a cluster, in two passes; shared by groups whose rows lie in vectors alike, whole, and of rows that do not."""
+    if tile:
+        force(replace(tile, narrow=tile.narrow and dtype == torch.bfloat16))
+    for n in (601, 1001):
+        x, mask = masked(8, n, dtype)
+        under = mask & torch.ones_like(mask).tril(n - 8)
+        for scale in (1.0, -0.5):
+            for seen, causal in ((mask, False), (under, True)):
+                right = torch.softmax((x.double() * scale).masked_fill(~seen, -torch.inf), -1).masked_fill(~seen, 0.0)
+                close(softmax(x.repeat(3, 1, 1), mask=mask, scale=scale, causal=causal, backend="triton"), right.expand(3, 8, n))
+        same = x.nan_to_num(0.5).repeat(3, 1, 1)
+        close(softmax(same, mask=mask[0], backend="triton"), torch.softmax(same.double().masked_fill(~mask[0], -torch.inf), -1))
 
 
 @pytest.mark.parametrize("log", [False, True])
@@ -225,18 +255,18 @@ def test_masks_of_rows_that_wait_in_16_bits(force, dtype, tile, scale):
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="thousands of rows: too many for the interpreter")
-@pytest.mark.parametrize("n", [600, 1024, 2048, 4096, 8192, 8190, 16384, 20000, 32768, 65536])
+@pytest.mark.parametrize("n", [600, 1001, 1024, 2048, 4096, 5001, 8192, 8190, 9001, 16384, 20000, 20001, 32768, 65536])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_masks_by_the_plans_of_the_card(dtype, n):
     """Four groups that share it, so many rows that clusters serve the longest ones as well."""
-    x, mask = masked(66, n, dtype)
+    x, mask = masked(72, n, dtype)
     for scale in (1.0, -0.5):
         s = (x.double() * scale).masked_fill(~mask, -torch.inf)
         right = torch.softmax(s, -1).masked_fill(~mask, 0.0)
-        close(softmax(x.repeat(4, 1, 1), mask=mask, scale=scale, backend="triton"), right.expand(4, 66, n))
-    seen = torch.ones(66, n, dtype=torch.bool, device=DEVICE).tril(n - 66)
+        close(softmax(x.repeat(4, 1, 1), mask=mask, scale=scale, backend="triton"), right.expand(4, 72, n))
+    seen = torch.ones(72, n, dtype=torch.bool, device=DEVICE).tril(n - 72)
     right = torch.softmax((x.double()).masked_fill(~mask | ~seen, -torch.inf), -1).masked_fill(~mask | ~seen, 0.0)
-    close(softmax(x.repeat(4, 1, 1), mask=mask, causal=True, backend="triton"), right.expand(4, 66, n))
+    close(softmax(x.repeat(4, 1, 1), mask=mask, causal=True, backend="triton"), right.expand(4, 72, n))
 
 
 @pytest.mark.parametrize(("block_m", "queries", "at_once"), [(1, 4, 2), (2, 8, 2), (1, 3, 0)])

@@ -37,7 +37,7 @@ class Rows:
     plan: Plan
     vector: int  # elements that are accessed at once
     edges: bool  # rows start and end inside vectors, in all tensors at the same elements
-    mask_vector: int  # as `vector`, of the mask
+    mask_vector: int  # as `vector`, of a mask whose rows start inside vectors where those of the first tensor do
 
     @property
     def count(self) -> int:
@@ -148,7 +148,8 @@ def layout(shape: torch.Size, strides: tuple[tuple[str, tuple[int, ...]], ...], 
         edges &= all((step - s[0]) % vector == 0 for step in s)
     if across or any(of[name][3] != 1 for name in wide) or not (whole or edges):
         whole, vector = True, 1
-    mask_vector = vector if whole and "mask" in of and of["mask"][3] == 1 and all(s % vector == 0 for s in of["mask"][:3]) else 1
+    beside = of["mask"] if "mask" in of and of["mask"][3] == 1 else None
+    mask_vector = vector if beside and all((a - b) % vector == 0 for a, b in zip(beside[:3], of[wide[0]][:3], strict=True)) else 1
     places = {name: (a, b, c, d) for name, (a, b, c, d) in of.items()}
     plan = plans.choose(n, across, not whole, "x" in of, narrow(vector, mask_vector, of), queries, "mask" in of, wide == ("x",))
     return Rows(places, n, n0, n1, n2 * n1, plan, vector, not whole, mask_vector)

@@ -2,7 +2,7 @@
 import triton
 import triton.language as tl
 
-from onchip.softmax.triton.addresses import INTERPRETED, ends, only, start, under_way, widen
+from onchip.softmax.triton.addresses import INTERPRETED, ahead, ends, only, start, under_way, widen
 
 HIDE = tl.constexpr("""{
     .reg .b32 seen;
@@ -42,31 +42,33 @@ def _seen(w, keep, lead, i0, exists, n, n0, VECTOR: tl.constexpr, CAUSAL: tl.con
 
 
 @triton.jit
-def _kept(mask, step, w, lead, read, VECTOR: tl.constexpr):
+def _kept(mask, step, w, lead, read, VECTOR: tl.constexpr, MASK_VECTOR: tl.constexpr):
     """The mask's bytes of a block, a thread's those of its elements of x. By vectors of sixteen bytes it would have others, and results
-    would have to be moved between threads before they are stored."""
-    return tl.load(tl.max_contiguous(mask + (w - lead) * step, [1, VECTOR]), mask=read, other=0)
+    would have to be moved between threads before they are stored. Its rows begin in vectors as x's do, or at their first elements."""
+    j = w if MASK_VECTOR > 1 else w - lead
+    return tl.load(tl.max_contiguous(mask + j * step, [1, VECTOR]), mask=read, other=0)
 
 
 @triton.jit
 def ask(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, n, n0, SCALED: tl.constexpr, MASKED: tl.constexpr,
-        BIASED: tl.constexpr, CAUSAL: tl.constexpr, VECTOR: tl.constexpr, NARROW: tl.constexpr):
+        BIASED: tl.constexpr, CAUSAL: tl.constexpr, VECTOR: tl.constexpr, MASK_VECTOR: tl.constexpr, NARROW: tl.constexpr,
+        PIECE: tl.constexpr = 0, BLOCK_N: tl.constexpr = 0):
     """A block's elements as they come, with its mask's and its bias's, or themselves in place of these.
 
-    Where nothing is read, what gives s = −∞, or if it has to be selected, 0.
+    Where nothing is read, what gives s = −∞, or if it has to be selected, 0. Of the PIECE-th of pieces of BLOCK_N, w being the first one's.
     """
-    read, _ = _seen(w, keep, lead, i0, exists, n, n0, VECTOR, CAUSAL)
+    read, _ = _seen(w, keep, lead - PIECE * BLOCK_N, i0, exists, n, n0, VECTOR, CAUSAL)
     absent = 0.0
     if NARROW:
         absent = float("inf") if SCALED < 0 else float("-inf")
     elif not (SCALED or BIASED or MASKED):
         absent = float("-inf")
-    raw = tl.load(x + w * step_x, mask=read, other=absent)
+    raw = tl.load(ahead(x, PIECE, step_x, BLOCK_N) + w * step_x, mask=read, other=absent)
     kept, add = raw, raw
     if MASKED:
-        kept = _kept(mask, step_mask, w, lead, read, VECTOR)
+        kept = _kept(ahead(mask, PIECE, step_mask, BLOCK_N), step_mask, w, lead, read, VECTOR, MASK_VECTOR)
     if BIASED:
-        add = tl.load(bias + (w - lead) * step_bias, mask=read, other=0.0)
+        add = tl.load(ahead(bias, PIECE, step_bias, BLOCK_N) + (w - lead) * step_bias, mask=read, other=0.0)
     return raw, kept, add
 
 
@@ -100,10 +102,10 @@ def waits(raw, kept, add, w, keep, lead, i0, exists, scale, n, n0, SCALED: tl.co
 
 @triton.jit
 def scores(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, scale, n, n0, SCALED: tl.constexpr,
-           MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr, VECTOR: tl.constexpr = 1):
+           MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr, VECTOR: tl.constexpr = 1, MASK_VECTOR: tl.constexpr = 1):
     """s of a block in float32; −∞ is selected, after scaling, where a position is hidden or does not exist."""
     raw, kept, add = ask(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, n, n0, SCALED, MASKED, BIASED, CAUSAL,
-                         VECTOR, False)
+                         VECTOR, MASK_VECTOR, False)
     if MASKED:
         under_way(n)
     return waits(raw, kept, add, w, keep, lead, i0, exists, scale, n, n0, SCALED, MASKED, BIASED, CAUSAL, VECTOR, False)

@@ -71,15 +71,15 @@ def _join_ends(m, l, s, WANTED: tl.constexpr):
 
 @triton.jit
 def _statistics(x, mask, bias, step_x, step_mask, step_bias, lead, i0, exists, scale, n, n0, blocks, WIDE: tl.constexpr,
-                VECTOR: tl.constexpr, EDGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WANTED: tl.constexpr,
-                SCALED: tl.constexpr, MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr):
+                VECTOR: tl.constexpr, EDGES: tl.constexpr, MASK_VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                WANTED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr):
     """m and l of whole rows but for their ends, block by block."""
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     for block in range(blocks):
         w, keep = columns(block, BLOCK_N, lead, n, BLOCK_N, WIDE, VECTOR, EDGES)
         s = scores(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, scale, n, n0, SCALED, MASKED, BIASED, CAUSAL,
-                   VECTOR)
+                   VECTOR, MASK_VECTOR)
         m, l = _join(m, l, s, WANTED)
     return m, l
 
@@ -99,8 +99,8 @@ def _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, sc
     raws, masks, biases, row, there = (), (), (), (), ()  # its pieces
     for piece in tl.static_range(PIECES):
         w, keep = columns(part, span, before, n, BLOCK_N, WIDE, VECTOR, EDGES, PARTS > 1, piece)
-        raw, kept, add = ask(ahead(row_x, piece, strides_x[3], BLOCK_N), row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3],
-                             w, keep, before - piece * BLOCK_N, i0, exists, n, n0, SCALED, MASKED, BIASED, CAUSAL, VECTOR, NARROW)
+        raw, kept, add = ask(row_x, row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], w, keep, before, i0, exists, n, n0,
+                             SCALED, MASKED, BIASED, CAUSAL, VECTOR, MASK_VECTOR, NARROW, piece, BLOCK_N)
         raws += (raw,)
         masks += (kept,)
         biases += (add,)
@@ -128,7 +128,8 @@ def _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, sc
     if PARTS > 1:
         if INTERPRETED:  # programs run one after another: each works out the whole row's
             m, l = _statistics(row_x, row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], before, i0, exists, scale, n, n0,
-                               tl.cdiv(n, BLOCK_N), WIDE, VECTOR, EDGES, BLOCK_M, BLOCK_N, WANTED, SCALED, MASKED, BIASED, CAUSAL)
+                               tl.cdiv(n, BLOCK_N), WIDE, VECTOR, EDGES, MASK_VECTOR, BLOCK_M, BLOCK_N, WANTED, SCALED, MASKED, BIASED,
+                               CAUSAL)
             if EDGES:
                 s_ends = end_scores(x, mask, bias, strides_x, strides_mask, strides_bias, i2, i1, i0, before, 0, scale, n, n0, VECTOR,
                                     SCALED, MASKED, BIASED, CAUSAL)
@@ -201,7 +202,7 @@ def _streamed(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias
         row_x, row_mask = begin(x, strides_x, i2, i1, i0, VECTOR), begin(mask, strides_mask, i2, i1, i0, MASK_VECTOR)
         row_bias = begin(bias, strides_bias, i2, i1, i0, 1)
         m, l = _statistics(row_x, row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], before, i0, exists, scale, n, n0,
-                           blocks, WIDE, VECTOR, EDGES, BLOCK_M, BLOCK_N, WANTED, SCALED, MASKED, BIASED, CAUSAL)
+                           blocks, WIDE, VECTOR, EDGES, MASK_VECTOR, BLOCK_M, BLOCK_N, WANTED, SCALED, MASKED, BIASED, CAUSAL)
         if EDGES:
             s_ends = end_scores(x, mask, bias, strides_x, strides_mask, strides_bias, i2, i1, i0, before, 0, scale, n, n0, VECTOR, SCALED,
                                 MASKED, BIASED, CAUSAL)
@@ -213,7 +214,7 @@ def _streamed(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias
             for back in range(blocks):  # backwards: what was read last is nearest
                 w, keep = columns(blocks - 1 - back, BLOCK_N, before, n, BLOCK_N, WIDE, VECTOR, EDGES)
                 s = scores(row_x, row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], w, keep, before, i0, exists, scale,
-                           n, n0, SCALED, MASKED, BIASED, CAUSAL, VECTOR)
+                           n, n0, SCALED, MASKED, BIASED, CAUSAL, VECTOR, MASK_VECTOR)
                 tl.store(row_y + w * strides_y[3], _normalise(s - _shift(m, WANTED)[:, None], l[:, None], y, WANTED, MASKED or CAUSAL),
                          mask=exists[:, None] & keep)
             if EDGES:
