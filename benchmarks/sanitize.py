@@ -47,9 +47,11 @@ CASES = {
     "hopper fp16 d256 causal": ("hopper", {**SMALL, "dim": 256, "dim_v": 256, "dtype": "float16", "causal": True}),
     "hopper bf16 d128 packed": ("hopper", {**PACKED, "dim": 128, "dim_v": 128}),
     "softmax rows": ((64, 1000), -1),
+    "softmax pieces": ((40, 5000), -1),
     "softmax ends": ((61, 4095), -1),  # rows that start inside vectors, the last of which ends inside one
     "softmax triangle": ((1024, 1024), -1),  # in halves
     "softmax clusters": ((30, 33_001), -1),
+    "softmax small blocks": ((50, 16_384), -1),  # of clusters
     "softmax long rows": ((2, 70_001), -1),  # in parts
     "softmax across": ((300, 77), 0),
 }
@@ -74,6 +76,7 @@ def run(name: str) -> None:
         agree(x, dim)
         if dim == -1:
             agree(x, dim, log=True, causal=True)
+            agree(x, dim, scale=-0.5, mask=torch.randn(shape, device="cuda") > 0)
             p = torch.softmax(x.double(), -1)
             values, indices = softmax_topk(x, 8, dtype=torch.float32)
             assert torch.equal(p.gather(-1, indices), p.topk(8).values)
