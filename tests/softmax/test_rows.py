@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from onchip.launcher import divisor
+from onchip.softmax import log_softmax, logsumexp, softmax
 from onchip.softmax.triton import addresses, plan, rows
 from onchip.testing.softmax import DEVICE, agree
 
@@ -138,6 +139,18 @@ def test_neighbours_of_a_row_with_edges_stay_out_of_it():
     x = torch.full((7, 1001), float("nan"), device=DEVICE)
     x[::2] = torch.randn(4, 1001, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     agree(x)
+
+
+@pytest.mark.parametrize("scale", [4.0, -4.0])
+def test_scores_beyond_float32_of_rows_that_wait_in_16_bits(scale):
+    """They are scaled where they are used, and m where it is found: what overflows is what does in the definition."""
+    x = (torch.randn(4, 600, generator=torch.Generator().manual_seed(0)) * 3).to(DEVICE, torch.bfloat16)
+    x[0, 7], x[1, 7], x[2] = 3e38, -3e38, -3e38
+    x[3] = 3e38
+    for features in ({}, {"mask": torch.ones_like(x, dtype=torch.bool)}):
+        for function in (softmax, log_softmax, logsumexp):
+            found, right = (function(x, scale=scale, backend=backend, **features) for backend in ("triton", "reference"))
+            torch.testing.assert_close(found, right, equal_nan=True)
 
 
 def across(x, dim=-1):
