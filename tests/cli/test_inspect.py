@@ -24,6 +24,7 @@ COMMANDS = {
     "backward": "attention --head-dim 64 --window 64,0 --direction backward --backend hopper --dtype fp16 --json",
     "ampere": "attention --head-dim 64 --arch sm_80 --seq 512 --json",
     "softmax": "softmax --columns 4096 --dtype fp32 --json",
+    "cluster": "softmax --columns 16384",
     "log_softmax": "softmax --columns 300 --across --direction backward --log --arch sm_80",
     "blind": "attention --head-dim 40 --arch sm_89 --varlen",
 }
@@ -100,6 +101,8 @@ def test_softmax(answers):
     (kernel,) = report["kernels"]
     assert kernel["tile_rows"] * 4096 == kernel["tile_rows"] * kernel["tile_columns"]
     assert kernel["instructions"]["EX2"] == kernel["tile_rows"] * 4096 // kernel["threads"]  # one an element, in registers
+    assert kernel["blocks_a_row"] == 1
+    assert " 3 of 1×6144 " in answers["cluster"]
     out = answers["log_softmax"]
     assert "4096 rows of 300 (dim 0), bfloat16, log_softmax backward on sm_80" in out
     assert "PTX" not in out

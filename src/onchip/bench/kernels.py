@@ -32,11 +32,13 @@ class Kernel:
     columns: int | None  # of a tile: keys, or elements of a softmax row; None for a kernel that has rows only
     planned: int | None  # bytes of shared memory a block; None for a kernel the planner has no model of
     occupancy: Occupancy
+    sharing: int = 1  # thread blocks that share a tile's rows, each with so many columns of them
 
     def figures(self) -> dict[str, Any]:
         """As JSON takes them."""
         blocks = self.occupancy.blocks
-        return {**self.compiled.figures(), "tile_rows": self.rows, "tile_columns": self.columns, "planned_shared_bytes": self.planned,
+        return {**self.compiled.figures(), "tile_rows": self.rows, "tile_columns": self.columns, "blocks_a_row": self.sharing,
+                "planned_shared_bytes": self.planned,
                 "blocks_per_sm": blocks, "warps_per_sm": blocks * self.occupancy.threads // 32, "occupancy": self.occupancy.fraction,
                 "occupancy_limited_by": self.occupancy.limited_by}
 
@@ -61,8 +63,8 @@ def _arch(card: GPU) -> int:
     return 10 * card.capability[0] + card.capability[1]
 
 
-def _kernel(compiled: Compiled, card: GPU, rows: int, columns: int | None, planned: int | None) -> Kernel:
-    return Kernel(compiled, rows, columns, planned, resident(compiled.threads, compiled.registers, compiled.shared, card))
+def _kernel(compiled: Compiled, card: GPU, rows: int, columns: int | None, planned: int | None, sharing: int = 1) -> Kernel:
+    return Kernel(compiled, rows, columns, planned, resident(compiled.threads, compiled.registers, compiled.shared, card), sharing)
 
 
 def attention(problem: AttentionProblem, backend: str, direction: str, card: GPU) -> tuple[str, list[Kernel]]:
@@ -144,4 +146,5 @@ def softmax(rows: int, columns: int, dtype: str, card: GPU, direction: str = "fo
             kernels.forward(x, mask, spec)
         else:
             kernels.backward(x, x, replace(spec, causal=False), x.dtype)
-    return [_kernel(made, card, made.constants["BLOCK_M"], made.constants["BLOCK_N"], None) for made in launched]
+    return [_kernel(made, card, made.constants["BLOCK_M"], made.constants["BLOCK_N"] * made.constants.get("PIECES", 1), None,
+                    made.constants.get("PARTS", made.constants.get("GROUP", 1))) for made in launched]

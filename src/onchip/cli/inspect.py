@@ -90,7 +90,8 @@ def softmax(
 ) -> None:
     """Compile the kernel that a call to `onchip.softmax` would start, and report what the compiler made of it.
 
-    The same report as of `onchip inspect attention`; a tile is rows × columns. Needs Triton, but no GPU.
+    The same report as of `onchip inspect attention`; a tile is rows × columns, of each of the blocks that share a row. Needs Triton, but
+    no GPU.
 
     **Examples**
 
@@ -146,7 +147,7 @@ def _report(made: "list[Kernel]", arch: str, what: str, as_json: bool, header: d
         one = kernel.compiled
         blocks = kernel.occupancy.blocks
         table.add_row(
-            _name(kernel), f"{kernel.rows}×{kernel.columns or 'all'}", str(one.threads),
+            _name(kernel), f"{f'{kernel.sharing} of ' * (kernel.sharing > 1)}{kernel.rows}×{kernel.columns or 'all'}", str(one.threads),
             str(one.registers), f"{one.spill_stores}+{one.spill_loads}", str(one.shared), str(kernel.planned or "–"),
             f"{blocks}×{kernel.occupancy.threads // 32}", human_time(one.seconds))
     console.print(table)
@@ -164,7 +165,7 @@ def _report(made: "list[Kernel]", arch: str, what: str, as_json: bool, header: d
 
 
 LEGEND = ("regs: a thread. spills: bytes a thread, stores+loads. smem: bytes a block; planned: the planner's figure, – for none. "
-          "an SM: resident blocks × their warps.")
+          "an SM: resident blocks × their warps. n of a tile: n blocks share its rows.")
 
 
 def _instructions(made: "list[Kernel]") -> Table:
