@@ -150,8 +150,8 @@ def _forward(x: Tensor, y: Tensor, mask: Tensor | None, bias: Tensor | None, spe
     absent = dict.fromkeys({"strides_mask", "strides_bias"} - rows.arguments.keys(), (0, 0, 0, 0))
     if rows.plan.narrow and spec.scale == 0.0:  # what is hidden or does not exist waits as −∞, which times 0 is NaN
         rows = replace(rows, plan=plans.STREAMED)
-    one = rows.plan.block_m == rows.plan.parts == rows.plan.pieces == 1 and not rows.packed
-    more = {"BIASED": bias is not None, "NARROW": rows.plan.narrow, "HALVES": spec.causal and one, "SHARED": rows.shared}
+    alone = rows.plan.block_m == rows.plan.parts == rows.plan.pieces == 1 and not rows.packed
+    more = {"BIASED": bias is not None, "NARROW": rows.plan.narrow, "HALVES": spec.causal and alone, "SHARED": rows.shared}
     return _launch_tiles(tile_forward, rows, 4, {**named, **absent, **more}, x.device)
 
 

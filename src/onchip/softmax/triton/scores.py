@@ -74,9 +74,10 @@ def ask(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, 
 
 @triton.jit
 def waits(raw, kept, add, w, keep, lead, i0, exists, scale, n, n0, SCALED: tl.constexpr, MASKED: tl.constexpr, BIASED: tl.constexpr,
-          CAUSAL: tl.constexpr, VECTOR: tl.constexpr, NARROW: tl.constexpr):
+          CAUSAL: tl.constexpr, VECTOR: tl.constexpr, NARROW: tl.constexpr, PIECE: tl.constexpr = 0, BLOCK_N: tl.constexpr = 0):
     """Of what was asked for, s in float32, −∞ where a position is hidden or does not exist; NARROW: elements of 16 bits as they came, and
     what gives s = −∞."""
+    lead -= PIECE * BLOCK_N
     if NARROW:
         hidden = float("inf") if SCALED < 0 else float("-inf")
         s = raw

@@ -107,11 +107,10 @@ def _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, sc
         there += (keep & exists[:, None],)
     if MASKED or (CAUSAL and NARROW):
         under_way(n)
-    for piece in tl.static_range(PIECES):
-        _, keep = columns(part, span, before, n, BLOCK_N, WIDE, VECTOR, EDGES, PARTS > 1, piece)
-        row += (waits(raws[piece], masks[piece], biases[piece], w, keep, before - piece * BLOCK_N, i0, exists, scale, n, n0, SCALED, MASKED,
-                      BIASED, CAUSAL, VECTOR, NARROW),)
     mail = begun(mail, PARTS)
+    for piece in tl.static_range(PIECES):
+        row += (waits(raws[piece], masks[piece], biases[piece], w, there[piece], before, i0, exists, scale, n, n0, SCALED, MASKED, BIASED,
+                      CAUSAL, VECTOR, NARROW, piece, BLOCK_N),)
     best = row[0]
     for piece in tl.static_range(1, PIECES):
         best = larger(best, row[piece], SCALED, NARROW)
