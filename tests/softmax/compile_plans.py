@@ -59,8 +59,9 @@ def hidden(cases: list) -> list[dict]:
     seen = []
     for n, dtype, causal in cases:
         with machine_with(GPUS["h100"]), offline(90) as launched:
-            x = torch.empty((8, n, n), dtype=getattr(torch, dtype), device="meta")
-            mask = None if causal else torch.empty((n, n), dtype=torch.bool, device="meta").expand(x.shape)
+            rows = -(-n // 8) * 8  # groups begin in a vector as the mask does
+            x = torch.empty((8, rows, n), dtype=getattr(torch, dtype), device="meta")
+            mask = None if causal else torch.empty((rows, n), dtype=torch.bool, device="meta").expand(x.shape)
             forward(x, mask, Spec(-1, False, 1.0, causal, True, x.dtype))
         seen += [{**read(made.name, made), "programs": 65536 // (-(-made.registers // 8) * 8 * made.threads),
                   "bytes": len(re.findall(r"\bld\.global\S*8\b", made.ptx)), "barriers": made.counts["BAR"],

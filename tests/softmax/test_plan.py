@@ -165,6 +165,14 @@ def test_triangles_and_masks_compile_for_hopper_as_the_plan_says():
         assert kernel["barriers"] <= 10, (case, kernel)
 
 
+def test_masks_of_rows_with_ends_compile_for_hopper_to_vectors():
+    """Bytes are read of the ends alone: a forward before its pieces, and again where it is a cluster's; all loads first."""
+    for kernel, pieces in zip(fresh.call(compile_plans.hidden, [(5001, "bfloat16", False), (9001, "float16", False)]), (5, 5), strict=True):
+        assert (kernel["stack"], kernel["late"]) == (0, 0), kernel
+        assert kernel["bytes"] <= 2, kernel
+        assert kernel["wide"] == 2 * pieces, kernel  # x and y
+
+
 def test_late_loads_are_found():
     load, use, end = "/*0000*/ @P0 LDG.E.128 R{}, desc[UR4][R2.64] ;", "/*0010*/ FADD R40, R{}, R9 ;", "/*0020*/ EXIT ;"
     for lines, found in (((load.format(4), load.format(8), use.format(4)), 0), ((load.format(4), use.format(7), load.format(8)), 1),

@@ -73,10 +73,11 @@ def ask(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, 
 
 
 @triton.jit
-def waits(raw, kept, add, w, keep, lead, i0, exists, scale, n, n0, SCALED: tl.constexpr, MASKED: tl.constexpr, BIASED: tl.constexpr,
+def waits(asked, w, keep, lead, i0, exists, scale, n, n0, SCALED: tl.constexpr, MASKED: tl.constexpr, BIASED: tl.constexpr,
           CAUSAL: tl.constexpr, VECTOR: tl.constexpr, NARROW: tl.constexpr, PIECE: tl.constexpr = 0, BLOCK_N: tl.constexpr = 0):
-    """Of what was asked for, s in float32, −∞ where a position is hidden or does not exist; NARROW: elements of 16 bits as they came, and
+    """Of what `ask` gave, s in float32, −∞ where a position is hidden or does not exist; NARROW: elements of 16 bits as they came, and
     what gives s = −∞."""
+    raw, kept, add = asked
     lead -= PIECE * BLOCK_N
     if NARROW:
         hidden = float("inf") if SCALED < 0 else float("-inf")
@@ -105,29 +106,42 @@ def waits(raw, kept, add, w, keep, lead, i0, exists, scale, n, n0, SCALED: tl.co
 def scores(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, scale, n, n0, SCALED: tl.constexpr,
            MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr, VECTOR: tl.constexpr = 1, MASK_VECTOR: tl.constexpr = 1):
     """s of a block in float32; −∞ is selected, after scaling, where a position is hidden or does not exist."""
-    raw, kept, add = ask(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, n, n0, SCALED, MASKED, BIASED, CAUSAL,
-                         VECTOR, MASK_VECTOR, False)
+    asked = ask(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, n, n0, SCALED, MASKED, BIASED, CAUSAL, VECTOR,
+                MASK_VECTOR, False)
     if MASKED:
         under_way(n)
-    return waits(raw, kept, add, w, keep, lead, i0, exists, scale, n, n0, SCALED, MASKED, BIASED, CAUSAL, VECTOR, False)
+    return waits(asked, w, keep, lead, i0, exists, scale, n, n0, SCALED, MASKED, BIASED, CAUSAL, VECTOR, False)
 
 
 @triton.jit
-def end_scores(x, mask, bias, strides_x, strides_mask, strides_bias, i2, i1, i0, lead, part, scale, n, n0, VECTOR: tl.constexpr,
-               SCALED: tl.constexpr, MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr):
-    """s of a row's first vector and its last one, element by element; the row's first part has them."""
+def ask_ends(x, mask, bias, strides_x, strides_mask, strides_bias, i2, i1, i0, lead, part, n, n0, VECTOR: tl.constexpr,
+             MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr):
+    """As `ask`, of a row's first vector and its last one, element by element, and which of these count; the row's first part has them."""
     w, keep = ends(only(lead), n, VECTOR)
     j = w - only(lead)
     keep &= part == 0
     if CAUSAL:
         keep &= j <= only(i0) + (n - n0)
-    s = tl.load(x + start(strides_x, i2, i1, i0, VECTOR) + w, mask=keep, other=0.0).to(tl.float32)
+    raw = tl.load(x + start(strides_x, i2, i1, i0, VECTOR) + w, mask=keep, other=0.0)
+    kept, add = raw, raw
+    if MASKED:
+        kept = tl.load(mask + start(strides_mask, i2, i1, i0, 1) + j * strides_mask[3], mask=keep, other=0)
+    if BIASED:
+        add = tl.load(bias + start(strides_bias, i2, i1, i0, 1) + j * strides_bias[3], mask=keep, other=0.0)
+    return raw, kept, add, keep
+
+
+@triton.jit
+def end_scores(asked, scale, SCALED: tl.constexpr, MASKED: tl.constexpr, BIASED: tl.constexpr):
+    """s of what `ask_ends` gave."""
+    raw, kept, add, keep = asked
+    s = raw.to(tl.float32)
     if SCALED:
         s *= scale
     if BIASED:
-        s += tl.load(bias + start(strides_bias, i2, i1, i0, 1) + j * strides_bias[3], mask=keep, other=0.0).to(tl.float32)
+        s += add.to(tl.float32)
     if MASKED:
-        keep &= tl.load(mask + start(strides_mask, i2, i1, i0, 1) + j * strides_mask[3], mask=keep, other=0) != 0
+        keep &= kept != 0
     return tl.where(keep, s, float("-inf"))
 
 

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from onchip.softmax.triton.addresses import INTERPRETED, ahead, begin, columns, ends, lead, locate, only, place, start, under_way
 from onchip.softmax.triton.cluster import begun, enter, exchange
-from onchip.softmax.triton.scores import ask, below, end_scores, larger, scores, waits, whole
+from onchip.softmax.triton.scores import ask, ask_ends, below, end_scores, larger, scores, waits, whole
 
 LOG2E = tl.constexpr(1.4426950408889634)
 Y, LOG_Y, SUM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what is wanted: y, log y or log Σ exp s
@@ -94,23 +94,22 @@ def _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, sc
     row_x, row_mask = begin(x, strides_x, i2, i1, i0, VECTOR), begin(mask, strides_mask, i2, i1, i0, MASK_VECTOR)
     row_bias = begin(bias, strides_bias, i2, i1, i0, 1)
     if EDGES:  # asked for with the others
-        s_ends = end_scores(x, mask, bias, strides_x, strides_mask, strides_bias, i2, i1, i0, before, part, scale, n, n0, VECTOR, SCALED,
-                            MASKED, BIASED, CAUSAL)
-    raws, masks, biases, row, there = (), (), (), (), ()  # its pieces
+        of_ends = ask_ends(x, mask, bias, strides_x, strides_mask, strides_bias, i2, i1, i0, before, part, n, n0, VECTOR, MASKED,
+                           BIASED, CAUSAL)
+    asked, row, there = (), (), ()  # its pieces
     for piece in tl.static_range(PIECES):
         w, keep = columns(part, span, before, n, BLOCK_N, WIDE, VECTOR, EDGES, PARTS > 1, piece)
-        raw, kept, add = ask(row_x, row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], w, keep, before, i0, exists, n, n0,
-                             SCALED, MASKED, BIASED, CAUSAL, VECTOR, MASK_VECTOR, NARROW, piece, BLOCK_N)
-        raws += (raw,)
-        masks += (kept,)
-        biases += (add,)
         there += (keep & exists[:, None],)
+        asked += (ask(row_x, row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], w, keep, before, i0, exists, n, n0, SCALED,
+                      MASKED, BIASED, CAUSAL, VECTOR, MASK_VECTOR, NARROW, piece, BLOCK_N),)
     if MASKED or (CAUSAL and NARROW):
         under_way(n)
     mail = begun(mail, PARTS)
+    if EDGES:
+        s_ends = end_scores(of_ends, scale, SCALED, MASKED, BIASED)
     for piece in tl.static_range(PIECES):
-        row += (waits(raws[piece], masks[piece], biases[piece], w, there[piece], before, i0, exists, scale, n, n0, SCALED, MASKED, BIASED,
-                      CAUSAL, VECTOR, NARROW, piece, BLOCK_N),)
+        row += (waits(asked[piece], w, there[piece], before, i0, exists, scale, n, n0, SCALED, MASKED, BIASED, CAUSAL, VECTOR, NARROW,
+                      piece, BLOCK_N),)
     best = row[0]
     for piece in tl.static_range(1, PIECES):
         best = larger(best, row[piece], SCALED, NARROW)
@@ -130,8 +129,9 @@ def _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, sc
                                tl.cdiv(n, BLOCK_N), WIDE, VECTOR, EDGES, MASK_VECTOR, BLOCK_M, BLOCK_N, WANTED, SCALED, MASKED, BIASED,
                                CAUSAL)
             if EDGES:
-                s_ends = end_scores(x, mask, bias, strides_x, strides_mask, strides_bias, i2, i1, i0, before, 0, scale, n, n0, VECTOR,
-                                    SCALED, MASKED, BIASED, CAUSAL)
+                of_ends = ask_ends(x, mask, bias, strides_x, strides_mask, strides_bias, i2, i1, i0, before, 0, n, n0, VECTOR, MASKED,
+                                   BIASED, CAUSAL)
+                s_ends = end_scores(of_ends, scale, SCALED, MASKED, BIASED)
                 m, l = _join_ends(m, l, s_ends, WANTED)
         else:
             ms, ls = exchange(m, l, mail, PARTS)
@@ -156,8 +156,9 @@ def _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, sc
         if EDGES:  # noqa: SIM102  known when it is compiled
             if part == 0:
                 if PARTS > 1:  # read again, rather than kept
-                    s_ends = end_scores(x, mask, bias, strides_x, strides_mask, strides_bias, i2, i1, i0, before, part, scale, n, n0,
-                                        VECTOR, SCALED, MASKED, BIASED, CAUSAL)
+                    of_ends = ask_ends(x, mask, bias, strides_x, strides_mask, strides_bias, i2, i1, i0, before, part, n, n0, VECTOR,
+                                       MASKED, BIASED, CAUSAL)
+                    s_ends = end_scores(of_ends, scale, SCALED, MASKED, BIASED)
                 _store_ends(y, s_ends, shift, l, strides_y, i2, i1, i0, before, n, VECTOR, WANTED, MASKED or CAUSAL)
 
 
@@ -203,8 +204,9 @@ def _streamed(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias
         m, l = _statistics(row_x, row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], before, i0, exists, scale, n, n0,
                            blocks, WIDE, VECTOR, EDGES, MASK_VECTOR, BLOCK_M, BLOCK_N, WANTED, SCALED, MASKED, BIASED, CAUSAL)
         if EDGES:
-            s_ends = end_scores(x, mask, bias, strides_x, strides_mask, strides_bias, i2, i1, i0, before, 0, scale, n, n0, VECTOR, SCALED,
-                                MASKED, BIASED, CAUSAL)
+            of_ends = ask_ends(x, mask, bias, strides_x, strides_mask, strides_bias, i2, i1, i0, before, 0, n, n0, VECTOR, MASKED,
+                               BIASED, CAUSAL)
+            s_ends = end_scores(of_ends, scale, SCALED, MASKED, BIASED)
             m, l = _join_ends(m, l, s_ends, WANTED)
         if WANTED == SUM:
             tl.store(y + i2 * strides_y[0] + i1 * strides_y[1] + i0 * strides_y[2], _shift(m, WANTED) + tl.log(l), mask=exists)
