@@ -69,7 +69,7 @@ MUTANTS = {
     "largest where the scale is negative": ("scores", "SMALLER: tl.constexpr = SCALED < 0", "SMALLER: tl.constexpr = False",
                                             {"scale": -1.5, "early": True, "half": True, "n": 1504}),
     "16 bits that are not scaled": ("scores", "tl.fma(s, scale, -shift)", "s - shift", {"scale": 0.5, "half": True, "n": 1504}),
-    "exponent without the sum": ("tile_forward", "-tl.log2(l)", "0.0 * l", {"half": True}),
+    "exponent without the sum": ("tile_forward", "-tl.log2(l)", "0.0 * l", {"half": True, "n": 1504}),
     "terms of the first piece": ("tile_forward", "terms += _exp(below(row[piece]", "terms += 0.0 * _exp(below(row[piece]",
                                  {"half": True, "n": 1504}),
     "maximum without the ends": ("tile_forward", "m = tl.maximum(m, tl.max(s_ends, axis=0))", "m = m", {"n": 601, "late": True}),

@@ -30,19 +30,20 @@ def _exp(s):
 
 
 @triton.jit
-def _normalise(d, l, y, WANTED: tl.constexpr, HIDING: tl.constexpr):
+def _normalise(d, l, WANTED: tl.constexpr, HIDING: tl.constexpr, ANEW: tl.constexpr = False):
     """y of d = s − m; l: [rows, 1]. l = 0 is a row of −∞ only: 0/0 and −∞ − log 0 give torch's NaN, l = 1 the empty row's 0, −∞.
 
-    Where y has 16 bits, 1/l goes into the exponent, where it is added by the multiplication: off by 2⁻²⁴ of an exponent below 160, 1e-5.
+    As a product, whose exponential the compiler has from l's terms. ANEW, where it has not, and for y of 16 bits: 1/l goes into the
+    exponent, an instruction less, off by 2⁻²⁴ of an exponent below 160, 1e-5.
     """
     if HIDING:
         l = tl.where(l == 0.0, 1.0, l)
     if WANTED == LOG_Y:
         result = d - tl.log(l)
-    elif y.dtype.element_ty == tl.float32:
-        result = _exp(d) * (1.0 / l)
-    else:
+    elif ANEW:
         result = tl.exp2(tl.fma(d, LOG2E, -tl.log2(l)))
+    else:
+        result = _exp(d) * (1.0 / l)
     return result
 
 
@@ -50,7 +51,7 @@ def _normalise(d, l, y, WANTED: tl.constexpr, HIDING: tl.constexpr):
 def _store_ends(y, s, shift, l, strides_y, i2, i1, i0, lead, n, VECTOR: tl.constexpr, WANTED: tl.constexpr, HIDING: tl.constexpr):
     """y of them; shift and l: [1]."""
     w, keep = ends(only(lead), n, VECTOR)
-    tl.store(y + start(strides_y, i2, i1, i0, VECTOR) + w, _normalise(s - only(shift), only(l), y, WANTED, HIDING), mask=keep)
+    tl.store(y + start(strides_y, i2, i1, i0, VECTOR) + w, _normalise(s - only(shift), only(l), WANTED, HIDING), mask=keep)
 
 
 @triton.jit
@@ -144,12 +145,13 @@ def _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, sc
         tl.store(y + i2 * strides_y[0] + i1 * strides_y[1] + i0 * strides_y[2], shift + tl.log(l), mask=exists & (part == 0))
     else:
         row_y = begin(y, strides_y, i2, i1, i0, VECTOR)
+        ANEW: tl.constexpr = NARROW and y.dtype.element_ty != tl.float32
         for piece in tl.static_range(PIECES):
             d = below(row[piece], shift[:, None], scale, SCALED, NARROW, True)
             tl.store(ahead(row_y, piece, strides_y[3], BLOCK_N) + w * strides_y[3],
-                     _normalise(d, l[:, None], y, WANTED, MASKED or CAUSAL), mask=there[piece])
+                     _normalise(d, l[:, None], WANTED, MASKED or CAUSAL, ANEW), mask=there[piece])
         if BLOCKS > 1:  # 0 or −∞, and NaN in rows that have one
-            rest = _normalise(tl.full([BLOCK_M, 1], float("-inf"), tl.float32) - shift[:, None], l[:, None], y, WANTED, True)
+            rest = _normalise(tl.full([BLOCK_M, 1], float("-inf"), tl.float32) - shift[:, None], l[:, None], WANTED, True, ANEW)
             for block in tl.static_range(1, BLOCKS):
                 w, keep = columns(block, BLOCK_N, before, n, BLOCK_N, WIDE, VECTOR, EDGES)
                 tl.store(row_y + w * strides_y[3], rest, mask=exists[:, None] & keep)
@@ -216,7 +218,7 @@ def _streamed(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias
                 w, keep = columns(blocks - 1 - back, BLOCK_N, before, n, BLOCK_N, WIDE, VECTOR, EDGES)
                 s = scores(row_x, row_mask, row_bias, strides_x[3], strides_mask[3], strides_bias[3], w, keep, before, i0, exists, scale,
                            n, n0, SCALED, MASKED, BIASED, CAUSAL, VECTOR, MASK_VECTOR)
-                tl.store(row_y + w * strides_y[3], _normalise(s - _shift(m, WANTED)[:, None], l[:, None], y, WANTED, MASKED or CAUSAL),
+                tl.store(row_y + w * strides_y[3], _normalise(s - _shift(m, WANTED)[:, None], l[:, None], WANTED, MASKED or CAUSAL),
                          mask=exists[:, None] & keep)
             if EDGES:
                 _store_ends(y, s_ends, _shift(m, WANTED), l, strides_y, i2, i1, i0, before, n, VECTOR, WANTED, MASKED or CAUSAL)
