@@ -148,10 +148,13 @@ def test_plans_compile_for_hopper_and_move_16_bytes_at_a_time():
     cases = [((8, 32768), -1), ((8, 65536), -1), ((2, 512, 256), -2), ((9, 256), -1), ((9, 512), -1), ((9, 5000), -1)]  # heavy and short
     kernels = fresh.call(compile_plans.main, cases)
     assert len(kernels) == 2 * 2 * len(cases)
-    for kernel in kernels:
+    late = {("forward", 256): 4, ("forward", 512): 4, ("backward", 32768): 27}  # of float32: at a copy's rate; for few rows alone on Hopper
+    for at, kernel in enumerate(kernels):
         assert kernel["stack"] <= (96 if kernel["name"] == "backward" else 0), kernel  # the widest backward spills a little
         assert kernel["accesses"] == kernel["wide"] > 0, kernel
-        assert kernel["late"] == 0 or kernel["name"] != "_resident", kernel
+        if kernel["kernel"] == "_resident":  # an exponential an element where rows wait in float32; where they are widened anew, two
+            assert kernel["late"] <= (late.get((kernel["name"], kernel["columns"]), 0) if at % 2 else 0), kernel
+            assert kernel["exponentials"] <= kernel["terms"] + 2, kernel
 
 
 def test_triangles_and_masks_compile_for_hopper_as_the_plan_says():
