@@ -23,25 +23,14 @@ from triton.experimental.gluon import language as gl
 from onchip.launcher import Launcher
 from onchip.softmax import softmax
 from onchip.softmax.triton.addresses import BF16, BF16_AGAIN
+from onchip.softmax.triton.cluster import BEGUN, TAKE, beginning
+from onchip.softmax.triton.parts import LOG2E
 from softmax_cells import buffers, demand, timed
 from softmax_plans import keep, whole_numbers
 
 ROWS, WARPS = 32, 8  # of a stripe, of a block: a warp sends to one block of the cluster, each of its lanes a row's pair
 PIECE = 64  # positions that a block's threads have with a vector of eight rows each
-LOG2E = gl.constexpr(1.4426950408889634)
-BEGIN = gl.constexpr("""{
-    .reg .pred first;
-    .reg .b32 thread;
-    .shared .align 16 .b8 mail[2064];
-    mov.u32 $0, mail;
-    mov.u32 thread, %tid.x;
-    setp.eq.u32 first, thread, 0;
-    @first mbarrier.init.shared::cta.b64 [$0], 1;
-    @first fence.mbarrier_init.release.cluster;
-    @first mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;
-    barrier.cluster.arrive.relaxed.aligned;
-}""")
-BEGUN = gl.constexpr("barrier.cluster.wait.acquire.aligned; mov.b32 $0, $1;")
+BEGIN = gl.constexpr(beginning(8 * ROWS))
 EXCHANGE = gl.constexpr("""{
     .reg .pred out;
     .reg .b32 there, barrier;
@@ -61,7 +50,6 @@ AWAIT:
     @!out bra AWAIT;
     add.u32 $0, $5, 16;
 }""")
-TAKE = gl.constexpr("ld.shared.v2.f32 {$0, $1}, [$2];")
 LARGER = gl.constexpr("max.bf16x2 $0, $1, $2;")
 
 
@@ -116,7 +104,7 @@ def across(x, y, n, r, stripes, PIECES: gl.constexpr, PARTS: gl.constexpr):
     first = start + place.to(gl.int64)[None, :] * r + row[:, None]  # [32, 64]
     pieces = ()
     for piece in gl.static_range(PIECES):
-        there = (place[None, :] + piece * 64 < n) & (row[:, None] < r)
+        there = (place[None, :] + piece * 64 < n)
         pieces += (gl.load(x + first + gl.to_tensor(piece * 64).to(gl.int64) * r, mask=there, other=float("-inf")),)
     mail = gl.inline_asm_elementwise(BEGUN, "=r,r", [mail], dtype=gl.int32, is_pure=False, pack=1)
     best = pieces[0]
@@ -134,7 +122,7 @@ def across(x, y, n, r, stripes, PIECES: gl.constexpr, PARTS: gl.constexpr):
     shift = gl.convert_layout(m, of_rows)[:, None]
     less = gl.convert_layout(gl.log2(l), of_rows)[:, None]
     for piece in gl.static_range(PIECES):
-        there = (place[None, :] + piece * 64 < n) & (row[:, None] < r)
+        there = (place[None, :] + piece * 64 < n)
         p = gl.exp2((_widen(pieces[piece], BF16_AGAIN) - shift) * LOG2E - less)
         gl.store(y + first + gl.to_tensor(piece * 64).to(gl.int64) * r, p.to(gl.bfloat16), mask=there)
 
@@ -156,7 +144,6 @@ def made(x: torch.Tensor, y: torch.Tensor, shape: Shape) -> Callable[[torch.Tens
     grid = x.shape[0] * named["stripes"] * named["PARTS"]
     compiled = across.warmup(*named.values(), grid=(grid,), num_warps=WARPS, maxnreg=shape.registers)
     launcher, rest = Launcher(compiled, named["PARTS"]), tuple(named.values())[2:]
-    compiled._init_handles()
     return lambda t: launcher(grid, torch.cuda.current_stream().cuda_stream, (t.data_ptr(), y.data_ptr(), *rest))
 
 
@@ -199,8 +186,8 @@ def main() -> None:
     parser.add_argument("--elements", type=int, default=2**27)
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--json", type=Path)
+    parser.set_defaults(dtype="bf16")
     options = parser.parse_args()
-    options.dtype = "bf16"
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         sys.exit("benchmarks/softmax_across.py needs a Hopper GPU")
     shapes, results = [Shape(*one) for one in options.shapes or SHAPES], []

@@ -6,8 +6,8 @@
     python benchmarks/softmax_plans.py --widths 8192 --passes mask --tiles 1,8192,4,64,1 --turns 64 512
 
 Those of `--tiles`, `--pieces` and `--clusters` are tried where they hold the row. Without them the candidates are the present plan and its
-neighbours: half and twice the rows and warps, rows that wait in 16 bits, clusters. The passes 'causal' and 'mask' are forward ones, of the
-shapes that benchmarks/softmax.py measures; a mask's groups may take `--turns`. Rates are of compulsory bytes, as in
+neighbours: half and twice the rows and warps, rows that wait in 16 bits, clusters. The pass 'sum' is logsumexp's; 'causal' and 'mask' are
+forward ones, of the shapes that benchmarks/softmax.py measures; a mask's groups may take `--turns`. Rates are of compulsory bytes, as in
 benchmarks/softmax.py, which measures what the library does with the winner.
 """
 import argparse

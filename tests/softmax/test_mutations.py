@@ -61,7 +61,7 @@ MUTANTS = {
     "result without the first block": ("tile_forward", "for back in range(blocks):", "for back in range(blocks - 1):", {"streamed": True}),
     "log without the sum": ("tile_forward", "d - tl.log(l)", "d", {"log": True}),
     "padding that is not −∞": ("scores", "MASKED):\n        absent = float(\"-inf\")", "MASKED):\n        absent = 0.0", {}),
-    "padding of 16 bits that counts": ("scores", "absent = float(\"inf\") if SCALED < 0", "absent = float(\"-inf\") if SCALED < 0",
+    "padding of 16 bits that counts": ("scores", "return float(\"inf\") if SCALED < 0", "return float(\"-inf\") if SCALED < 0",
                                        {"scale": -0.5, "half": True, "n": 1504}),
     "bias that is not added": ("scores", "s += add.to(tl.float32)", "s += 0.0 * add.to(tl.float32)", {"bias": True}),
     "maximum of the first piece": ("tile_forward", "best = larger(best, row[piece], SCALED, NARROW)", "best = best",

@@ -9,11 +9,13 @@ import triton.language as tl
 
 from onchip.softmax.triton.addresses import INTERPRETED
 
-# Shared memory that Triton knows nothing of: a barrier that waits for 8 bytes from each block, and at 16 bytes from it what they send.
-BEGIN = tl.constexpr("""{
+
+def beginning(pairs: int) -> str:
+    """PTX: shared memory that Triton knows nothing of, a barrier that waits for $1 bytes and, 16 bytes on, the pairs that blocks send."""
+    return """{
     .reg .pred first;
     .reg .b32 thread;
-    .shared .align 16 .b8 mail[144];
+    .shared .align 16 .b8 mail[""" + str(16 + 8 * pairs) + """];
     mov.u32 $0, mail;
     mov.u32 thread, %tid.x;
     setp.eq.u32 first, thread, 0;
@@ -21,7 +23,11 @@ BEGIN = tl.constexpr("""{
     @first fence.mbarrier_init.release.cluster;
     @first mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;
     barrier.cluster.arrive.relaxed.aligned;
-}""")
+}"""
+
+
+BEGIN = tl.constexpr(beginning(16))  # one of each block of a cluster
+BEGUN = tl.constexpr("barrier.cluster.wait.acquire.aligned; mov.b32 $0, $1;")
 # A store that counts at the receiver's barrier needs no fence: 65536 columns of bf16 4.05 TB/s; 3.31 with the cluster's barrier in its
 # place, a MEMBAR of the whole card.
 EXCHANGE = tl.constexpr("""{
@@ -62,8 +68,7 @@ def begun(mail, PARTS: tl.constexpr):
     By all threads. If the first warp alone waits, later and before it sends, it takes as long, but a cluster never ends under racecheck.
     """
     if PARTS > 1 and not INTERPRETED:
-        mail = tl.inline_asm_elementwise("barrier.cluster.wait.acquire.aligned; mov.b32 $0, $1;", "=r,r", [mail], dtype=tl.int32,
-                                         is_pure=False, pack=1)
+        mail = tl.inline_asm_elementwise(BEGUN, "=r,r", [mail], dtype=tl.int32, is_pure=False, pack=1)
     return mail
 
 

@@ -37,7 +37,7 @@ RESIDENT_WARPS = {1024: (2, 2), 2048: (4, 4), 4096: (16, 16), 8192: (16, 16), 16
 # Rows of 16 bits that wait as such, in pieces of a vector a thread: width → rows, columns of a piece, registers (None: as it likes); a warp
 # for each 256 of these columns. No lane is empty but in a row's last piece, maxima of two elements are found at once, and a row of up to
 # 1024 columns is a warp's own, without a barrier. bf16, TB/s, so and in a tile of a power of two, a copy 4.06–4.16: 512 columns 4.16 and
-# 4.12, 3000 4.11 and 4.02, 5000 4.04 and 3.19; backward 3000 4.27 and 4.06, 5000 4.25 and 3.70; sums of 1024 4.14 and 3.19, of 8192 4.17
+# 4.14, 3000 4.11 and 4.08, 5000 4.04 and 3.19; backward 3000 4.27 and 4.06, 5000 4.25 and 3.70; sums of 1024 4.14 and 3.19, of 8192 4.17
 # and 3.32; a mask at 4096 4.03 and 3.98. In 32 registers, which would do at 5000, 4.01.
 PIECES = {512: (2, 256, None), 1024: (2, 256, None), 2048: (1, 512, None), 4096: (1, 1024, 48), 8192: (1, 1024, 48)}
 PIECES_MASKED = 64  # registers, where the table has a number: at 4096 4.03, with as many as it takes 3.99
@@ -52,11 +52,11 @@ EDGES_EACH = 32
 # Rows of a triangle get 32 elements a thread or more: they move 3/4 of a plain row's bytes, and may issue no more of its instructions.
 # Half the warps, in tiles halved for rows that see little, issue 0.80 to 0.84 of them (1024, 4096, 8192 columns of bf16), all of them 1.2.
 # With fewer bytes each, more rows have to be under way: twelve in programs of 40 registers at 4096, eight of 64 at 8192, whose threads have
-# 64 elements; at 1024 32 rows of a warp each, 0.9 % faster than two in each of 28 warps.
+# 64 elements; at 1024 32 rows of a warp each, 0.9 % faster than two in each of 28 warps, where 8 bytes spill.
 NARROW_TRIANGLE = {1024: (1, 1, 48), 2048: (1, 2, 40), 4096: (1, 4, 40), 8192: (1, 4, 64), 16384: (1, 8, 64), 32768: (1, 16, 64)}
 TRIANGLE_REGISTERS = {8192: 64, 16384: 64}  # of float32: four programs an SM, and two; one or a few more would let three, and one
 SHORT_TILE, SHORT_WARPS = 1024, 1  # narrower rows share a program of this many elements
-SHORT_NARROW = (2048, 4)  # plain ones of 16 bits this one, and four warps: 256 columns forward 4.16 TB/s, 4.09 in the tile above
+SHORT_NARROW = (2048, 4)  # plain ones of 16 bits this one, and four warps: 256 columns forward 4.144 TB/s, 4.135 in the tile above
 # Two passes: what pays is bytes in flight, more than rows in L2. 1, 2, 4 programs an SM: 1.7, 2.2, 2.7 TB/s at 65536 columns of bf16.
 STREAMED = Plan(False, 1, 8192, 8, 4)
 # Columns from which rows that start inside a vector are read by vectors, and their ends apart: those that have a program to themselves.
@@ -100,20 +100,23 @@ def choose(n: int, across: bool, edges: bool = False, forward: bool = True, narr
 def _in_pieces(n: int, width: int, edges: bool, forward: bool, masked: bool, summed: bool) -> Plan | None:
     """Rows of `n` elements in pieces, where those serve them better than a tile of `width` columns."""
     rows, piece, registers = PIECES[width]
-    pieces = -(-n // piece)
-    if pieces * piece == width and not (masked or summed):
-        piece, registers = FULL.get(width, piece) if forward else None, None
-    if piece is None or (edges and not forward):
+    full = n > width - piece
+    if edges:
+        rows, registers = 1, None
+    if not forward:
+        piece, registers = None if full or edges else piece, None
+    elif masked:
+        registers = registers and PIECES_MASKED
+    elif full and not summed:
+        piece, registers = FULL.get(width, piece), None
+    if piece is None:
         return None
-    rows = 1 if edges else rows
-    if registers:
-        registers = None if edges or not forward else PIECES_MASKED if masked else registers
     return Plan(True, rows, piece, rows * piece // 256, registers=registers, narrow=True, pieces=-(-n // piece))
 
 
 # Longer rows on clusters. By (elements wait in 16 bits, backward): up to which length, columns of a piece, pieces of a thread block at
 # most, warps, registers and pieces of dy in shared memory. A piece is a vector a thread. What counts is bytes of rows that wait on an SM,
-# here 115 to 254 KB ("Rows on clusters" in docs/notes/softmax.md works them out), in warps enough to keep it busy (16).
+# here 95 to 254 KB ("Rows on clusters" in docs/notes/softmax.md works them out), in warps enough to keep it busy (16).
 CLUSTERS = {
     (True, False): ((131072, (1024, 8, 4, 64)), (163840, (1024, 10, 4, 64)), (262144, (1024, 16, 4, 96))),
     (False, False): ((131072, (1024, 8, 8, 64)), (262144, (1024, 16, 8, 80))),

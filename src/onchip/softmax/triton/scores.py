@@ -50,6 +50,12 @@ def _kept(mask, step, w, lead, read, VECTOR: tl.constexpr, MASK_VECTOR: tl.const
 
 
 @triton.jit
+def _lowest(SCALED: tl.constexpr):
+    """Of 16 bits that wait unscaled, what gives s = −∞."""
+    return float("inf") if SCALED < 0 else float("-inf")
+
+
+@triton.jit
 def ask(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, n, n0, SCALED: tl.constexpr, MASKED: tl.constexpr,
         BIASED: tl.constexpr, CAUSAL: tl.constexpr, VECTOR: tl.constexpr, MASK_VECTOR: tl.constexpr, NARROW: tl.constexpr,
         PIECE: tl.constexpr = 0, BLOCK_N: tl.constexpr = 0):
@@ -60,7 +66,7 @@ def ask(x, mask, bias, step_x, step_mask, step_bias, w, keep, lead, i0, exists, 
     read, _ = _seen(w, keep, lead - PIECE * BLOCK_N, i0, exists, n, n0, VECTOR, CAUSAL)
     absent = 0.0
     if NARROW:
-        absent = float("inf") if SCALED < 0 else float("-inf")
+        absent = _lowest(SCALED)
     elif not (SCALED or BIASED or MASKED):
         absent = float("-inf")
     raw = tl.load(ahead(x, PIECE, step_x, BLOCK_N) + w * step_x, mask=read, other=absent)
@@ -80,7 +86,7 @@ def waits(asked, w, keep, lead, i0, exists, scale, n, n0, SCALED: tl.constexpr, 
     raw, kept, add = asked
     lead -= PIECE * BLOCK_N
     if NARROW:
-        hidden = float("inf") if SCALED < 0 else float("-inf")
+        hidden = _lowest(SCALED)
         s = raw
         if MASKED:
             s = _select(s, hidden, kept)
