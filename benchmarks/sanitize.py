@@ -54,6 +54,7 @@ CASES = {
     "softmax small blocks": ((50, 16_384), -1),  # of clusters
     "softmax long rows": ((2, 70_001), -1),  # in parts
     "softmax across": ((300, 77), 0),
+    "softmax stripes": ((1100, 72), 0),
 }
 
 

@@ -18,11 +18,12 @@ from pathlib import Path
 import torch
 
 from onchip.cli.common import whole_file
-from softmax_cells import causal, selection, small, sums, widths
+from softmax_cells import across, causal, selection, small, sums, widths
 
 WIDTHS = [2**k for k in range(8, 19)]
 ODD = [1000, 4095, 33000, 50257, 151936]
 FEW = [(1, 2**20), (4, 2**18)]
+ACROSS = [128, 1024, 4096, 8192, 16_384]
 CAUSAL = [(64, 1024, 1024), (16, 4096, 4096), (4, 8192, 8192), (64, 256, 16384)]
 TOPK = [(25_000, 5), (25_000, 8), (50_257, 8), (131_072, 5), (131_072, 8), (131_072, 16), (131_072, 64)]
 SMALL = [(8, 128), (64, 128), (512, 128), (4096, 128), (8, 1024), (64, 4096)]
@@ -48,6 +49,7 @@ def measurements(dtype, options):
     yield from (("widths", f"{n}", lambda n=n: widths(n, dtype, elements, repeats)) for n in options.widths or WIDTHS)
     yield from (("odd", f"{n}", lambda n=n: widths(n, dtype, elements, repeats)) for n in ODD)
     yield from (("few", f"{r} × {n}", lambda r=r, n=n: widths(n, dtype, r * n, repeats)) for r, n in FEW)
+    yield from (("across", f"{n}", lambda n=n: across(n, dtype, elements, repeats)) for n in ACROSS)
     yield from (("topk", f"{n}, k {k}", lambda n=n, k=k: selection(n, k, dtype, elements, repeats)) for n, k in TOPK)
     yield from (("causal", f"{shape}", lambda shape=shape: causal(shape, dtype, repeats)) for shape in CAUSAL)
     yield from (("sums", f"{n}", lambda n=n: sums(n, dtype, elements, repeats)) for n in (1024, 8192, 131_072))
@@ -56,7 +58,7 @@ def measurements(dtype, options):
 
 def main():
     """Measure, print a table and write the JSON."""
-    sections = ("widths", "odd", "few", "topk", "causal", "sums", "small")
+    sections = ("widths", "odd", "few", "across", "topk", "causal", "sums", "small")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--only", nargs="+", choices=sections, default=sections, help="sections to run (default: all)")

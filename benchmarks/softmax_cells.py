@@ -84,11 +84,8 @@ def rows_of(what, times, nbytes, passes, **facts):
 def widths(n, dtype, elements, repeats):
     """Forward and backward of rows of n elements, as many as make `elements`."""
     rows = max(1, elements // n)
-    nbytes = rows * n * dtype.itemsize
     xs, dys = buffers((rows, n), dtype, 2)
-    for x in xs:
-        x.requires_grad_()
-    functions, sets, wrong = implementations(), len(xs), {}
+    functions, wrong = implementations(), {}
     for name, function in implementations().items():
         wrong[name], reason = tried(function, xs[0], dys[0])
         if reason and name != "onchip":
@@ -96,8 +93,25 @@ def widths(n, dtype, elements, repeats):
             del functions[name], wrong[name]
         elif reason:
             sys.exit(reason)
-    demand(max(wrong["onchip"]) <= 2 * max(wrong["torch"]) + 2 * torch.finfo(dtype).eps, f"{rows} × {n} {dtype}: {wrong['onchip']}")
-    out, kept = torch.empty_like(xs[0]), {name: [f(x) for x in xs] for name, f in functions.items()}
+    return both_ways(functions, xs, dys, wrong, repeats, rows, n)
+
+
+def across(n, dtype, elements, repeats):
+    """The same of columns: softmax over dim 0 of a matrix of n rows, as wide as makes `elements` or, by up to 63, less."""
+    rows = elements // n // 64 * 64
+    xs, dys = buffers((n, rows), dtype, 2)
+    functions = {"onchip": lambda x: softmax(x, 0), "torch": lambda x: torch.softmax(x, 0)}
+    wrong = {name: errors(lambda t, f=f: f(t.T).T, xs[0].T, dys[0].T) for name, f in functions.items()}
+    return both_ways(functions, xs, dys, wrong, repeats, rows, n)
+
+
+def both_ways(functions, xs, dys, wrong, repeats, rows, n):
+    """Results of forward and backward, if onchip's errors among `wrong` are no larger than others'."""
+    out, sets, nbytes, eps = torch.empty_like(xs[0]), len(xs), xs[0].nbytes, torch.finfo(xs[0].dtype).eps
+    demand(max(wrong["onchip"]) <= 2 * max(wrong["torch"]) + 2 * eps, f"{rows} rows of {n} {xs[0].dtype}: {wrong['onchip']}")
+    for x in xs:
+        x.requires_grad_()
+    kept = {name: [f(x) for x in xs] for name, f in functions.items()}
 
     def backward(name):
         return lambda i: torch.autograd.grad(kept[name][i % sets], xs[i % sets], dys[i % sets], retain_graph=True)

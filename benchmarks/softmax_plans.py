@@ -4,11 +4,13 @@
     python benchmarks/softmax_plans.py --widths 5000 --pieces 1,1024,4,0 1,512,2,0
     python benchmarks/softmax_plans.py --widths 151936 --clusters 1024,10,4,64 1024,16,4,120
     python benchmarks/softmax_plans.py --widths 8192 --passes mask --tiles 1,8192,4,64,1 --turns 64 512
+    python benchmarks/softmax_plans.py --widths 8192 --across --stripes 32,64,16,8,104 64,64,16,16,104
 
-Those of `--tiles`, `--pieces` and `--clusters` are tried where they hold the row. Without them the candidates are the present plan and its
-neighbours: half and twice the rows and warps, rows that wait in 16 bits, clusters. The pass 'sum' is logsumexp's; 'causal' and 'mask' are
-forward ones, of the shapes that benchmarks/softmax.py measures; a mask's groups may take `--turns`. Rates are of compulsory bytes, as in
-benchmarks/softmax.py, which measures what the library does with the winner.
+Those of `--tiles`, `--pieces`, `--clusters` and `--stripes` are tried where they hold the row. Without them the candidates are the present
+plan and its neighbours: half and twice the rows and warps, rows that wait in 16 bits, clusters; with `--across`, where rows lie side by
+side, the present one and two passes. The pass 'sum' is logsumexp's; 'causal' and 'mask' are forward ones, of the shapes that
+benchmarks/softmax.py measures; a mask's groups may take `--turns`. Rates are of compulsory bytes, as in benchmarks/softmax.py, which
+measures what the library does with the winner.
 """
 import argparse
 import json
@@ -64,9 +66,16 @@ def shape_of(n: int, what: str, elements: int) -> tuple[int, ...]:
     return next((shape for shape in CAUSAL if shape[-1] == n), (max(1, elements // n**2), min(n, elements // n), n))
 
 
-def neighbours(n: int, what: str, dtype: torch.dtype) -> list[Plan]:
-    """Tiles worth a try for rows of n elements, the present one first."""
+def turned(t: torch.Tensor, across: bool) -> torch.Tensor:
+    """t itself, or with its rows side by side in memory."""
+    return t.mT.contiguous().mT if across else t
+
+
+def neighbours(n: int, what: str, dtype: torch.dtype, across: bool) -> list[Plan]:
+    """Tiles worth a try for rows of n elements, the present one first; of rows across that one and two passes."""
     waits, width, backward = dtype.itemsize == 2, 1 << (n - 1).bit_length(), what == "backward"
+    if across:
+        return [plan.choose_stripe(n, plan.ACROSS_ROWS, backward, waits) or plan.choose(n, True), plan.ACROSS_STREAMED]
     edges = n % (16 // dtype.itemsize) > 0 and n >= plan.EDGES_FROM
     present = plan.choose(n, False, edges, forward=not backward, narrow=waits, triangle=what == "causal", masked=what == "mask",
                           summed=what == "sum")
@@ -86,9 +95,9 @@ def neighbours(n: int, what: str, dtype: torch.dtype) -> list[Plan]:
     return list(dict.fromkeys(found))
 
 
-def held(n: int, piece: int, most: int, *_: int) -> bool:
-    """Do 2 to 16 thread blocks hold rows of n elements?"""
-    return piece * most < n <= 16 * piece * most
+def held(n: int, piece: int, most: int, *_: int, least: int = 2) -> bool:
+    """Do `least` to 16 thread blocks hold rows of n elements?"""
+    return piece * most * (least - 1) < n <= 16 * piece * most
 
 
 def made(wanted: Candidate, tensors: tuple[torch.Tensor, ...], what: str) -> Callable[..., None]:
@@ -114,15 +123,16 @@ def beside_of(what: str, shape: tuple[int, ...]) -> torch.Tensor | None:
     return torch.ones(shape[-2:], dtype=torch.bool, device="cuda").tril(shape[-1] - shape[-2]) if what == "mask" else None
 
 
-def result(shape: tuple[int, ...], dtype: torch.dtype, what: str) -> torch.Tensor:
-    """What a pass writes to."""
-    return torch.empty(*shape[:-1], 1, device="cuda") if what == "sum" else torch.empty(shape, dtype=dtype, device="cuda")
+def result(x: torch.Tensor, what: str) -> torch.Tensor:
+    """What a pass over x writes to."""
+    return torch.empty(*x.shape[:-1], 1, device="cuda") if what == "sum" else torch.empty_like(x)
 
 
-def compile_one(wanted: Candidate, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> str:
+def compile_one(wanted: Candidate, shape: tuple[int, ...], dtype: torch.dtype, what: str, across: bool) -> str:
     """Into Triton's cache, in a process of its own; why not, if not."""
     try:
-        x, out = torch.empty(shape, dtype=dtype, device="cuda"), result(shape, dtype, what)
+        x = turned(torch.empty(shape, dtype=dtype, device="cuda"), across)
+        out = result(x, what)
         tensors = arguments(what, x, out, x if what == "backward" else beside_of(what, shape))
         made(wanted, tensors, what)(*tensors)
         torch.cuda.synchronize()
@@ -131,23 +141,23 @@ def compile_one(wanted: Candidate, shape: tuple[int, ...], dtype: torch.dtype, w
     return ""
 
 
-def measure(n: int, candidates: list[Candidate], dtype: torch.dtype, what: str, elements: int, repeats: int) -> list[dict]:
+def measure(n: int, candidates: list[Candidate], dtype: torch.dtype, what: str, across: bool, elements: int, repeats: int) -> list[dict]:
     """Each candidate's rate, checked; a copy's and quack's beside them, where positions are hidden the plain kernel's."""
     shape, backward = shape_of(n, what, elements), what == "backward"
-    xs, dys = buffers(shape, dtype, 1 + backward) if backward else (*buffers(shape, dtype), None)
+    xs, *dys = ([turned(x, across) for x in of] for of in buffers(shape, dtype, 1 + backward))
     mask, sets, calls = beside_of(what, shape), len(xs), {}
-    out, copied = result(shape, dtype, what), torch.empty_like(xs[0])
+    out, copied = result(xs[0], what), torch.empty_like(xs[0])
     some = torch.linspace(0, copied.numel() // n - 1, 64, device="cuda").long()
     s = xs[0].view(-1, n)[some].double()
     if what in ("causal", "mask"):
         s = s.masked_fill(torch.arange(n, device="cuda") > (some % shape[-2] + n - shape[-2])[:, None], -torch.inf)
-    right, ys = torch.softmax(s, -1), [torch.softmax(x, -1) for x in xs] if backward else None
+    right, ys = torch.softmax(s, -1), [turned(torch.softmax(x, -1), across) for x in xs] if backward else None
     if what == "sum":
         right = torch.logsumexp(s, -1, True)
     if backward:
-        d, p = (t.view(-1, n)[some].double() for t in (dys[0], ys[0]))
+        d, p = (t.view(-1, n)[some].double() for t in (dys[0][0], ys[0]))
         right = p * (d - (p * d).sum(-1, keepdim=True))
-    sources, others = (dys, ys) if backward else (xs, [mask] * sets)
+    sources, others = (dys[0], ys) if backward else (xs, [mask] * sets)
     for wanted in candidates:
         run = made(wanted, arguments(what, sources[0], out, others[0]), what)
         out.fill_(torch.nan)
@@ -157,14 +167,14 @@ def measure(n: int, candidates: list[Candidate], dtype: torch.dtype, what: str, 
             sys.exit(f"{wanted}: wrong by {wrong}")
         calls[wanted] = lambda i, run=run: run(*arguments(what, sources[i % sets], out, others[i % sets]))
     calls["copy"] = lambda i: copied.copy_(xs[i % sets])
-    quack = implementations().get("quack")
+    quack = None if across else implementations().get("quack")
     if what in ("causal", "mask"):
         calls["plain"] = lambda i: softmax(xs[i % sets])
     elif quack and what != "sum":
         for x in xs:
             x.requires_grad_(backward)
         kept = [quack(x) for x in xs]
-        calls["quack"] = ((lambda i: torch.autograd.grad(kept[i % sets], xs[i % sets], dys[i % sets], retain_graph=True)) if backward
+        calls["quack"] = ((lambda i: torch.autograd.grad(kept[i % sets], xs[i % sets], dys[0][i % sets], retain_graph=True)) if backward
                           else lambda i: quack(xs[i % sets]))
     seen = 1 - (shape[-2] - 1) / (2 * n)  # of a triangle
     passes = {"forward": 2, "backward": 3, "sum": 1, "causal": 1 + seen, "mask": 2 + 1 / (shape[0] * dtype.itemsize)}[what]
@@ -179,7 +189,7 @@ def shown(found: dict) -> str:
     if isinstance(p, str):
         what = p
     else:
-        tile = [p["parts"], p["pieces"], p["block_n"]] if p["parts"] > 1 else [p["block_m"], p["pieces"], p["block_n"]]
+        tile = [p["parts"]] * (p["parts"] > 1) + [p["block_m"]] * (p["parts"] == 1 or p["block_m"] > 1) + [p["pieces"], p["block_n"]]
         what = f"{' × '.join(map(str, tile))}, {p['warps']} warps" + ", 16 bits" * p["narrow"]
         what += f", {p['registers']} registers" if p["registers"] else ""
         what += f", turns of {p['turn']}" if p["turn"] is not None else ""
@@ -209,10 +219,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--widths", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096, 8192, 16384, 32768])
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES[:2])
+    parser.add_argument("--across", action="store_true", help="rows lie side by side, as in softmax over dim 0")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     for name, names, what in (("--tiles", "M,N,WARPS,REGISTERS,WAITS", "tiles to try; 0 registers: no limit"),
                               ("--pieces", "M,PIECE,WARPS,REGISTERS", "programs that hold their rows in pieces, to try"),
                               ("--clusters", "PIECE,MOST,WARPS,REGISTERS", "blocks of clusters to try"),
+                              ("--stripes", "M,PIECE,MOST,WARPS,REGISTERS", "blocks that hold neighbouring rows, to try with --across"),
                               ("--turns", "TILES", "how many a group that shares a mask has at a turn, to try; 0: no turns")):
         parser.add_argument(name, nargs="+", type=whole_numbers(names), default=(), metavar=names, help=what)
     parser.add_argument("--elements", type=int, default=2**27)
@@ -225,22 +237,24 @@ def main() -> None:
     dtype, jobs, results = DTYPES[options.dtype], {}, []
     for n in options.widths:
         for what in options.passes:
-            found = neighbours(n, what, dtype)
-            if options.tiles or options.pieces or options.clusters:
-                found[1:] = [Plan(True, *one, registers=most or None, narrow=waits > 0) for *one, most, waits in options.tiles
-                             if one[1] == 1 << (n - 1).bit_length()]
+            found = neighbours(n, what, dtype, options.across)
+            if options.tiles or options.pieces or options.clusters or options.stripes:
+                del found[1 + options.across:]
+                found += [Plan(True, *one, registers=most or None, narrow=waits > 0) for *one, most, waits in options.tiles
+                          if one[1] == 1 << (n - 1).bit_length()]
                 found += [Plan(True, m, piece, warps, registers=most or None, narrow=dtype.itemsize == 2, pieces=-(-n // piece))
                           for m, piece, warps, most in options.pieces if n <= MOST_PIECES * piece]
                 found += [plan.cluster(n, dtype.itemsize == 2, *one) for one in options.clusters if held(n, *one)]
+                found += [plan.stripe(n, dtype.itemsize == 2, *one) for one in options.stripes if held(n, *one[1:], least=1)]
             turns = options.turns if what == "mask" else ()
             jobs[n, what] = list(dict.fromkeys(Candidate(one, *turn) for turn in ((), *turns) for one in found))
     with ProcessPoolExecutor(options.workers, get_context("spawn")) as pool:
-        waiting = {(n, what, one): pool.submit(compile_one, one, shape_of(n, what, options.elements), dtype, what)
+        waiting = {(n, what, one): pool.submit(compile_one, one, shape_of(n, what, options.elements), dtype, what, options.across)
                    for (n, what), candidates in jobs.items() for one in candidates}
         reasons = {key: future.result() for key, future in waiting.items()}
     for (n, what), candidates in jobs.items():
         served = [one for one in candidates if not reasons[n, what, one]]
-        found = measure(n, served, dtype, what, options.elements, options.repeats)
+        found = measure(n, served, dtype, what, options.across, options.elements, options.repeats)
         found[0]["note"] = "  ← present"
         results += found
         print(f"{options.dtype} {n}, {what}", flush=True)

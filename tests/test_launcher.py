@@ -20,7 +20,6 @@ BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
 SIGNATURE = {"x": "*bf16", "y": "*fp32", "steps": ("i32", "i64", "constexpr"), "scale": "fp32", "half": "fp16", "round": "bf16",
              "wide": "fp64", "flag": "i1", "BLOCK": "constexpr", "tag": "i32", "mask": "*i8"}
 ARGS = (0, 0, (-3, -(1 << 40), 1), 0.5, -2.0, 1.5, 0.1, True, 128, 7, None)
-FILLED = 2
 
 
 def compared() -> list[tuple[str, list[int], list[int] | None, list[str]]]:
@@ -68,7 +67,7 @@ def test_values_are_little_endian_words():
     sizes = [8, 8, 4, 8, 4, 2, 2, 8, 1, 4, 8, 8, 8]
     found = parameters_of(SIGNATURE.values(), ARGS)
     assert [p.size for p in found] == sizes
-    raw = b"".join(p.value.to_bytes(p.size, "little") for p in found[FILLED:])
+    raw = b"".join(p.value.to_bytes(p.size, "little") for p in found[2:])
     assert raw == (struct.pack("<iqfe", -3, -(1 << 40), 0.5, -2.0) + struct.pack("<f", 1.5)[2:]
                    + struct.pack("<d?iqqq", 0.1, True, 7, 0, 0, 0))
     t = torch.zeros(3)
@@ -109,7 +108,7 @@ def bound(monkeypatch, driver: Driver | None, **properties: bool) -> tuple[Calla
     compiled = SimpleNamespace(run=run, function=99, packed_metadata=(2, 1, 512), metadata=None, src=SimpleNamespace(signature=SIGNATURE))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(launcher, "_driver", lambda: driver)
-    return Launcher(compiled).bound(24, ARGS, FILLED), by_triton
+    return Launcher(compiled).bound(24, ARGS), by_triton
 
 
 def test_a_bound_launch_hands_the_driver_everything(monkeypatch):
@@ -122,8 +121,6 @@ def test_a_bound_launch_hands_the_driver_everything(monkeypatch):
         assert config == [24, 1, 1, 64, 1, 1, 512, stream, 0, 0, 99]
         rounded = int.from_bytes(struct.pack("<f", 1.5)[2:], "little")
         assert struct.unpack(LAYOUT, block) == (*pointers, -3, -(1 << 40), 0.5, -2.0, rounded, 0.1, True, 7, 0, 0, 0)
-    with pytest.raises(struct.error, match="expected"):
-        start(0, 1)
 
 
 @pytest.mark.parametrize(("driver", "properties"), [

@@ -2,7 +2,7 @@
 
 Triton binds, specialises and hashes all arguments at each call and encodes every tensor map anew: 15–35 µs for a kernel of some sixty
 arguments, of which the driver needs 3. What it computes is the same as long as the arguments' types, alignments and special values are, so
-a caller that knows they are (`attention.ops.Route`) keeps a `Launcher`. One that also knows all arguments but the first pointers has them
+a caller that knows they are (`attention.ops.Route`) keeps a `Launcher`. One that also knows all arguments but the first two has them
 written down once (`Launcher.bound`): a launch is then one call of the driver. What differs between Triton 3.6 and 3.9 is here.
 """
 import ctypes
@@ -72,36 +72,36 @@ class Launcher:
         else:
             self._launch(grid, 1, 1, stream, *self._fixed, *args)
 
-    def bound(self, grid: int, args: Sequence[Any], filled: int) -> Callable[..., None]:
-        """`self(grid, stream, args)` as a function of the stream and of the `filled` first arguments, addresses.
+    def bound(self, grid: int, args: Sequence[Any]) -> Callable[[int, int, int], None]:
+        """`self(grid, stream, args)` as a function of the stream and of the first two arguments, addresses of x and y.
 
         It calls the driver at once (CUDA 12.4 or later), if that agrees on the parameters' number and sizes. Else, and for clusters,
         cooperative grids, programmatic launches and descriptors, Triton's launcher serves. Threads may call it at the same time.
         """
-        def by_triton(stream: int, *values: int) -> None:
-            self(grid, stream, (*values, *args[filled:]))
+        def by_triton(stream: int, x: int, y: int) -> None:
+            self(grid, stream, (x, y, *args[2:]))
 
         driver, parameters = _driver(), parameters_of(self._compiled.src.signature.values(), args)
         function = ctypes.c_void_p(self._compiled.function)
         offsets = driver.offsets(function, [p.size for p in parameters]) if driver and parameters and self._plain else None
-        if driver is None or parameters is None or offsets is None or offsets[:filled] != [8 * at for at in range(filled)]:
+        if driver is None or parameters is None or offsets is None or offsets[:2] != [0, 8]:
             return by_triton
         warps, _, shared, *_ = self._compiled.packed_metadata
         block = _packed(parameters, offsets)
         free: list[tuple[Any, ...]] = []  # a launch has one to itself, taken and put back in steps that no thread interrupts
-        launch, write = driver.launch, struct.Struct(f"<Q{PARAMETERS - STREAM - 8}x{filled}Q").pack_into
+        launch, write = driver.launch, struct.Struct(f"<Q{PARAMETERS - STREAM - 8}x2Q").pack_into
 
-        def start(stream: int, *values: int) -> None:
+        def start(stream: int, x: int, y: int) -> None:  # of two by name: for any number it would take 0.1 µs more
             try:
                 memory = free.pop()
             except IndexError:
                 memory = _memory(grid, warps, shared, block)
             config, where, extra, _size = memory
-            write(config, STREAM, stream, *values)
+            write(config, STREAM, stream, x, y)
             failed = launch(where, function, None, extra)
             free.append(memory)
             if failed:  # in a thread's first call there may be no context: Triton's path has one made, and names other errors
-                by_triton(stream, *values)
+                by_triton(stream, x, y)
 
         return start
 

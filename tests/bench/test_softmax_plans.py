@@ -68,10 +68,24 @@ def test_shapes(plans):
 @pytest.mark.parametrize("n", [256, 1000, 4096, 50_257, 262_144])
 def test_neighbours_hold_the_row(plans, n, dtype):
     for what in plans.PASSES:
-        found = plans.neighbours(n, what, dtype)
+        found = plans.neighbours(n, what, dtype, False)
         assert len(found) == len(set(found)) > (n <= 2**17 or what != "causal")
         assert all(one.block_n * one.pieces * one.parts >= n and one.parts <= 16 and one.warps <= 32 for one in found)
         assert all(dtype == torch.bfloat16 for one in found if one.narrow)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_of_rows_side_by_side_the_present_plan_and_two_passes(plans, dtype):
+    for n, backward in ((1000, False), (1000, True), (10**6, False)):
+        present, *others = plans.neighbours(n, "backward" if backward else "forward", dtype, True)
+        assert present == (plan.choose_stripe(n, 64, backward, dtype == torch.bfloat16) or plan.ACROSS_STREAMED)
+        assert others == [plan.ACROSS_STREAMED]
+    x = torch.randn(6, 64)
+    turned = plans.turned(x, True)
+    assert torch.equal(turned, x)
+    assert turned.stride() == (1, 6)
+    assert plans.result(turned, "forward").stride() == (1, 6)
+    assert plans.turned(x, False) is x
 
 
 @pytest.mark.parametrize("value", ["1,8192,4", "1,8192,4,64,1,1", "1,8192,4,x,1", "1,-8192,4,64,1", "8192 × 4"])

@@ -7,7 +7,7 @@ import torch
 from onchip.bench.memory import peak_extra_bytes
 from onchip.launcher import Launcher
 from onchip.softmax.api import log_softmax, logsumexp, softmax, softmax_topk
-from onchip.softmax.triton import launch
+from onchip.softmax.triton import launch, plan
 from onchip.testing.softmax import agree, judge
 from tests.softmax.conftest import _poison  # noqa: F401  used by every test here too
 
@@ -66,6 +66,22 @@ def test_clusters_and_parts_are_taken_where_the_plan_says():
     masked = data(200, 40_000, dtype=torch.bfloat16)
     softmax(masked, mask=masked > 0)
     assert list(launch._LAUNCHES.values())[-1].cluster == 7
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(("n", "side"), [(33, 64), (100, 24), (300, 33), (512, 1000), (1000, 64), (4096, 200), (5000, 72), (8192, 40),
+                                         (16_384, 16), (30_720, 32)])
+def test_neighbouring_rows(n, side, dtype, log):
+    """In stripes: of one part and of as many as a cluster has, the last stripe not full; in the place of x too, and again."""
+    launch._LAUNCHES.clear()
+    x, chosen = data(3, n, side, dtype=dtype), None if side == 33 else plan.choose_stripe(n, side, False, dtype == torch.bfloat16)
+    y = FUNCTIONS[log](x, -2)
+    assert [made.cluster for made in launch._LAUNCHES.values()] == [chosen.parts if chosen else 1]
+    agree(x, -2, log=log)
+    assert torch.equal(FUNCTIONS[log](x, -2), y)
+    torch.testing.assert_close(logsumexp(x, -2, dtype=torch.float32), torch.logsumexp(x.double(), -2).float())
+    assert torch.equal(FUNCTIONS[log](x, -2, inplace=True), y)
 
 
 @pytest.mark.parametrize("offset", [-200.0, 200.0])

@@ -18,13 +18,13 @@ from onchip.softmax.triton.plan import Plan
 
 
 def read(name: str, made: Compiled) -> dict:
-    """Bytes of local memory a thread; global accesses, and those of 16 bytes; exponentials and terms."""
+    """Bytes of local memory a thread; global accesses, and those of 16 bytes; exponentials and terms; parts, and bulk copies to them."""
     built = made.constants
     elements = built["BLOCK_M"] * built["BLOCK_N"] * built.get("PIECES", 1) // made.threads
     accesses = re.findall(r"\b(?:ld|st)\.global\S*", made.ptx)
     return {"name": name, "kernel": made.name, "columns": made.constants["BLOCK_N"], "stack": made.stack, "accesses": len(accesses),
             "wide": sum(".v4.b32" in access for access in accesses), "late": late(made.sass), "exponentials": made.counts["EX2"],
-            "terms": elements * (1 + built.get("NARROW", False))}
+            "parts": built.get("PARTS", 1), "sends": made.ptx.count("cp.async.bulk"), "terms": elements * (1 + built.get("NARROW", False))}
 
 
 def late(sass: str) -> int:

@@ -29,6 +29,7 @@ def force(monkeypatch):
     def use(chosen):
         monkeypatch.setattr(rows.plans, "choose", lambda *_: chosen)
         monkeypatch.setattr(rows.plans, "choose_parts", lambda *_: None)
+        monkeypatch.setattr(rows.plans, "choose_stripe", lambda *_: None)
         forget()
 
     yield use

@@ -226,9 +226,8 @@ def test_the_short_way_starts_the_kernel_that_was_started_before(monkeypatch):
     one, = launch._LAUNCHES.values()
     assert launch.quick(x, SPEC) is None  # nothing to start it with, under the interpreter or before the first call
     class Started:
-        def bound(self, grid, args, filled):
-            assert filled == 2
-            return lambda stream, *values: started.append((grid, stream, (*values, *args[2:])))
+        def bound(self, grid, args):
+            return lambda stream, x, y: started.append((grid, stream, (x, y, *args[2:])))
 
     one.launcher = Started()
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # the index of a CPU tensor's device

@@ -62,6 +62,20 @@ def test_rows_of_16_bits_are_held_in_pieces_with_no_lane_empty_but_in_the_last(k
         assert plan.choose(n, False, edges=True, forward=False, narrow=True).pieces == 1
 
 
+def test_rows_of_32_bits_are_held_in_pieces_where_a_tile_is_not_full():
+    for n in (1025, 1500, 2048, 2049, 2500, 3000, 3328, 3329, 4096, 4097, 5000, 7168, 7169, 8192):
+        kinds = {"plain": plan.choose(n, False), "mask": plan.choose(n, False, masked=True), "sum": plan.choose(n, False, summed=True),
+                 "gradient": plan.choose(n, False, forward=False)}
+        held = {kind for kind, chosen in kinds.items() if chosen.pieces > 1}
+        short = {"gradient"} if n <= 2048 else {"plain", "mask", "sum"} if n <= 3328 else {"sum"} if n <= 7168 else set()
+        assert held == short, n
+        for chosen in kinds.values():
+            assert chosen.pieces * chosen.block_n >= n > (chosen.pieces - 1) * chosen.block_n
+            assert chosen.pieces == 1 or chosen.block_m * chosen.block_n == 4 * 32 * chosen.warps  # a vector a thread
+        for other in ({"edges": True}, {"triangle": True}):
+            assert plan.choose(n, False, **other).pieces == 1
+
+
 def test_long_rows_of_16_bits_wait_as_they_came():
     for n in (8193, 16384, 32768):
         for kind in ({}, {"masked": True}, {"edges": True}, {"summed": True}):
@@ -145,7 +159,7 @@ def test_registers_hold_every_tile(capability):
 
 
 def test_plans_compile_for_hopper_and_move_16_bytes_at_a_time():
-    cases = [((8, 32768), -1), ((8, 65536), -1), ((2, 512, 256), -2), ((9, 256), -1), ((9, 512), -1), ((9, 5000), -1)]  # heavy and short
+    cases = [((8, 32768), -1), ((8, 65536), -1), ((2, 32, 256), -2), ((9, 256), -1), ((9, 512), -1), ((9, 5000), -1)]  # heavy and short
     kernels = fresh.call(compile_plans.main, cases)
     assert len(kernels) == 2 * 2 * len(cases)
     late = {("forward", 256): 4, ("forward", 512): 4, ("backward", 32768): 27}  # of float32: at a copy's rate; for few rows alone on Hopper

@@ -66,6 +66,14 @@ def locate(tile, n0, n1, groups, tiles_a_group, FLAT: tl.constexpr, PACKED: tl.c
 
 
 @triton.jit
+def multiples(strides, VECTOR: tl.constexpr):
+    """`strides` of neighbouring rows, in a way that shows the compiler what they are: all but the third multiples of VECTOR."""
+    if VECTOR > 1:
+        strides = (strides[0] // VECTOR * VECTOR, strides[1] // VECTOR * VECTOR, strides[2], strides[3] // VECTOR * VECTOR)
+    return strides
+
+
+@triton.jit
 def begin(tensor, strides, i2, i1, i0, VECTOR: tl.constexpr):
     """Pointers to the vector in which each row begins."""
     return tensor + ((i2 * strides[0] + i1 * strides[1] + i0 * strides[2]) // VECTOR * VECTOR)[:, None]

@@ -10,8 +10,9 @@ import triton.language as tl
 from onchip.softmax.triton.addresses import INTERPRETED
 
 
-def beginning(pairs: int) -> str:
-    """PTX: shared memory that Triton knows nothing of, a barrier that waits for $1 bytes and, 16 bytes on, the pairs that blocks send."""
+@triton.constexpr_function
+def beginning(pairs):
+    """PTX: shared memory that Triton knows nothing of, a barrier that waits for $1 bytes and, 16 bytes on, so many pairs of numbers."""
     return """{
     .reg .pred first;
     .reg .b32 thread;
@@ -26,7 +27,7 @@ def beginning(pairs: int) -> str:
 }"""
 
 
-BEGIN = tl.constexpr(beginning(16))  # one of each block of a cluster
+MOST_PARTS = tl.constexpr(16)
 BEGUN = tl.constexpr("barrier.cluster.wait.acquire.aligned; mov.b32 $0, $1;")
 # A store that counts at the receiver's barrier needs no fence: 65536 columns of bf16 4.05 TB/s; 3.31 with the cluster's barrier in its
 # place, a MEMBAR of the whole card.
@@ -49,15 +50,49 @@ AWAIT:
     @!out bra AWAIT;
     add.u32 $0, $3, 16;
 }""")
+STAGE = tl.constexpr("st.shared.v2.f32 [$4], {$1, $2}; mov.b32 $0, $3;")
 TAKE = tl.constexpr("ld.shared.v2.f32 {$0, $1}, [$2];")
 
 
+@triton.constexpr_function
+def exchanging(rows, parts):
+    """The same of a pair for each of several rows, which lie staged behind those of all parts: by one bulk copy to each part.
+
+    It may still be read from here when this part has everybody's, so none leaves (`leave`) before all have arrived here once more.
+    """
+    return f"""{{
+    .reg .pred out;
+    .reg .b32 peer, there, staged, barrier;
+    fence.proxy.async.shared::cta;
+    barrier.sync.aligned 0;
+    mov.u32 peer, %tid.x;
+    setp.ge.u32 out, peer, {parts};
+    @out bra AWAIT;
+    mov.u32 there, %cluster_ctarank;
+    mad.lo.u32 there, there, {8 * rows}, $1;
+    add.u32 there, there, 16;
+    add.u32 staged, $1, {16 + 8 * rows * parts};
+    mapa.shared::cluster.u32 there, there, peer;
+    mapa.shared::cluster.u32 barrier, $1, peer;
+    cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [there], [staged], {8 * rows}, [barrier];
+AWAIT:
+    mbarrier.try_wait.parity.shared::cta.b64 out, [$1], 0;
+    @!out bra AWAIT;
+    barrier.cluster.arrive.relaxed;
+    add.u32 $0, $1, 16;
+}}"""
+
+
+LEAVE = tl.constexpr("barrier.cluster.wait; mov.b32 $0, $1;")
+
+
 @triton.jit
-def enter(program, PARTS: tl.constexpr):
+def enter(program, PARTS: tl.constexpr, ROWS: tl.constexpr):
     """Which part of which tile a program has, and where it gets mail; to be called before anything is read."""
     mail = 0
     if PARTS > 1 and not INTERPRETED:  # of scalars: what is a tensor's may be worked out twice
-        mail = tl.inline_asm_elementwise(BEGIN, "=r,r", [program * 0 + 8 * PARTS], dtype=tl.int32, is_pure=False, pack=1)
+        PAIRS: tl.constexpr = MOST_PARTS if ROWS == 1 else (PARTS + 1) * ROWS
+        mail = tl.inline_asm_elementwise(beginning(PAIRS), "=r,r", [program * 0 + 8 * PARTS * ROWS], dtype=tl.int32, is_pure=False, pack=1)
     return program % PARTS, program // PARTS, mail
 
 
@@ -74,14 +109,30 @@ def begun(mail, PARTS: tl.constexpr):
 
 @triton.jit
 def exchange(a, b, mail, PARTS: tl.constexpr):
-    """All parts' a and b, [1, PARTS up to a power of two], from each one's own, [1] in float32.
+    """All parts' a and b, [rows, PARTS up to a power of two], from each one's own, [rows] in float32.
 
-    Beyond PARTS the last a again, and 0 for b.
+    Beyond PARTS the last a again, and 0 for b. Of one row every thread has them; of several the compiler decides which has which row's, and
+    maybe in how many threads: so they are staged in shared memory, for one thread to send each.
     """
     PADDED: tl.constexpr = 1 << (PARTS - 1).bit_length()
-    own = [a, b, tl.zeros([1], tl.int32) + mail, tl.full([1], PARTS, tl.int32)]
-    pairs = tl.inline_asm_elementwise(EXCHANGE, "=r,f,f,r,r", own, dtype=tl.int32, is_pure=False, pack=1)
+    ROWS: tl.constexpr = a.shape[0]
+    if ROWS == 1:
+        own = [a, b, tl.zeros([1], tl.int32) + mail, tl.full([1], PARTS, tl.int32)]
+        pairs = tl.inline_asm_elementwise(EXCHANGE, "=r,f,f,r,r", own, dtype=tl.int32, is_pure=False, pack=1)[:, None]
+    else:
+        row = tl.arange(0, ROWS)
+        own = [a, b, tl.zeros([ROWS], tl.int32) + mail, mail + (16 + 8 * PARTS * ROWS) + 8 * row]
+        staged = tl.max(tl.inline_asm_elementwise(STAGE, "=r,f,f,r,r", own, dtype=tl.int32, is_pure=False, pack=1), axis=0)
+        pairs = tl.inline_asm_elementwise(exchanging(ROWS, PARTS), "=r,r", [staged], dtype=tl.int32, is_pure=False, pack=1)
+        pairs += 8 * row[:, None]
     part = tl.arange(0, PADDED)[None, :]
-    places = pairs[:, None] + 8 * tl.minimum(part, PARTS - 1)
+    places = pairs + 8 * ROWS * tl.minimum(part, PARTS - 1)
     a, b = tl.inline_asm_elementwise(TAKE, "=f,=f,r", [places], dtype=(tl.float32, tl.float32), is_pure=False, pack=1)
     return a, tl.where(part < PARTS, b, 0.0)
+
+
+@triton.jit
+def leave(mail, PARTS: tl.constexpr, ROWS: tl.constexpr):
+    """To be called at the end: what this part sent has come."""
+    if PARTS > 1 and ROWS > 1 and not INTERPRETED:
+        tl.inline_asm_elementwise(LEAVE, "=r,r", [mail], dtype=tl.int32, is_pure=False, pack=1)

@@ -16,7 +16,7 @@ from onchip.launcher import Launcher
 from onchip.softmax.contract import Spec
 from onchip.softmax.triton import plan as plans
 from onchip.softmax.triton import tile_backward, tile_forward
-from onchip.softmax.triton.rows import Rows, fold
+from onchip.softmax.triton.rows import NARROW_VECTOR, Rows, fold
 
 PER_THREAD = 2  # CUDA's handle of the calling thread's default stream
 WORDS = 1 << 13  # through which groups exchange: 4 for each thread block
@@ -149,7 +149,7 @@ def _forward(x: Tensor, y: Tensor, mask: Tensor | None, bias: Tensor | None, spe
         return _launch_parts(parts_forward, rows, parts, 3, {**named, "ONE": one}, x.device)
     absent = dict.fromkeys({"strides_mask", "strides_bias"} - rows.arguments.keys(), (0, 0, 0, 0))
     if rows.plan.narrow and spec.scale == 0.0:  # what is hidden or does not exist waits as −∞, which times 0 is NaN
-        rows = replace(rows, plan=plans.STREAMED)
+        rows = replace(rows, plan=plans.ACROSS_STREAMED if rows.side_by_side > 1 else plans.STREAMED)
     alone = rows.plan.block_m == rows.plan.parts == rows.plan.pieces == 1 and not rows.packed
     more = {"BIASED": bias is not None, "NARROW": rows.plan.narrow, "HALVES": spec.causal and alone, "SHARED": rows.shared}
     return _launch_tiles(tile_forward, rows, 4, {**named, **absent, **more}, x.device)
@@ -190,6 +190,9 @@ def _launch_tiles(module: Any, rows: Rows, tensors: int, named: dict[str, Any], 
 def _clustered(rows: Rows, x: Tensor, backward: bool, waits: bool, spec: Spec) -> Rows:
     """`rows` on clusters of thread blocks, where those serve them better and fill the card; `waits`: in the 16 bits they came in."""
     card = _card(x.device, (9, 0))
+    if card and rows.side_by_side > 1 and not ({"mask", "bias"} & rows.strides.keys() or spec.causal):
+        stripe = plans.choose_stripe(rows.n, rows.n0, backward, rows.side_by_side == NARROW_VECTOR)
+        return replace(rows, plan=stripe) if stripe else rows
     if card is None or rows.plan.block_m > 1 or (rows.plan.resident and spec.causal and not backward):
         return rows
     plan = plans.choose_cluster(rows.n, backward, waits, not (rows.edges or spec.summed))
@@ -240,7 +243,7 @@ def quick(x: Tensor, spec: Spec) -> Callable[[Tensor, int], Tensor] | None:
         return None
     device, index, rounds, grid, launcher = x.device, x.device.index, launch.rounds, launch.grid, launch.launcher
     absent = (0,) * (launch.tensors - 2)
-    start = launcher.bound(grid, (0, 0, *absent, *launch.rest), 2) if not rounds else None
+    start = launcher.bound(grid, (0, 0, *absent, *launch.rest)) if not rounds else None
     empty, shape, strides, dtype = _empty(device), tuple(y.shape), y.stride(), y.dtype
     current, stream_of = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
     several = torch.cuda.device_count() > 1

@@ -7,7 +7,7 @@
 A resident or streamed tile is rows × columns, and so the same kernel serves both orders of memory: *along* the row (its elements are
 neighbours; few rows) and *across* it (neighbouring rows lie side by side, as in softmax over dim 0: enough rows for whole sectors).
 """
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,11 @@ PIECES = {512: (2, 256, None), 1024: (2, 256, None), 2048: (1, 512, None), 4096:
 PIECES_MASKED = 64  # registers, where the table has a number: at 4096 4.03, with as many as it takes 3.99
 # Where plain rows, forward, need all of these pieces, columns of fewer: 4096 4.06 TB/s for 4.05; None: a tile in float32, 4.11 for 4.01.
 FULL = {4096: 2048, 8192: None}
+# Rows that wait in float32, the same way: width → longest of them, rows, columns of a piece; a warp for each 128. TB/s, copy 4.2: forward
+# 2500 columns 4.14 (in a tile 3.69), 3000 4.11 and 3.94, with a mask 3.94 and 3.58, but 3500 4.13 and 4.14; sums of 3000 4.39 and 3.14, of
+# 4096 4.47 and 4.01, of 6000 4.45 and 4.42. Gradients lose up to 0.7 % but at 2048, where they are even: 4.322 and 4.316.
+WIDE_PIECES, WIDE_SUMS = {4096: (3328, 1, 256)}, {4096: (4096, 1, 1024), 8192: (7168, 1, 1024)}
+WIDE_GRADIENT = {2048: (2048, 2, 128)}
 # Wider rows of 16 bits that no cluster takes, forward: width → rows, warps and registers. So 2 programs of 32768 columns share an SM, and
 # one reads while the other computes: 4.03 TB/s where rows in float32 had 3.13; of 16384 three.
 NARROW = {16384: (1, 16, 40), 32768: (1, 16, 64)}
@@ -52,8 +57,8 @@ EDGES_EACH = 32
 # Rows of a triangle get 32 elements a thread or more: they move 3/4 of a plain row's bytes, and may issue no more of its instructions.
 # Half the warps, in tiles halved for rows that see little, issue 0.80 to 0.84 of them (1024, 4096, 8192 columns of bf16), all of them 1.2.
 # With fewer bytes each, more rows have to be under way: twelve in programs of 40 registers at 4096, eight of 64 at 8192, whose threads have
-# 64 elements; at 1024 32 rows of a warp each, 0.9 % faster than two in each of 28 warps, where 8 bytes spill.
-NARROW_TRIANGLE = {1024: (1, 1, 48), 2048: (1, 2, 40), 4096: (1, 4, 40), 8192: (1, 4, 64), 16384: (1, 8, 64), 32768: (1, 16, 64)}
+# 64 elements; at 1024 32 rows of a warp each, 3.86 TB/s (in 48 registers 3.82), where two in each of 28 warps have 3.76.
+NARROW_TRIANGLE = {1024: (1, 1, 56), 2048: (1, 2, 40), 4096: (1, 4, 40), 8192: (1, 4, 64), 16384: (1, 8, 64), 32768: (1, 16, 64)}
 TRIANGLE_REGISTERS = {8192: 64, 16384: 64}  # of float32: four programs an SM, and two; one or a few more would let three, and one
 SHORT_TILE, SHORT_WARPS = 1024, 1  # narrower rows share a program of this many elements
 SHORT_NARROW = (2048, 4)  # plain ones of 16 bits this one, and four warps: 256 columns forward 4.144 TB/s, 4.135 in the tile above
@@ -88,6 +93,10 @@ def choose(n: int, across: bool, edges: bool = False, forward: bool = True, narr
         return Plan(True, SHORT_TILE // width, width, SHORT_WARPS)
     if width not in RESIDENT_WARPS:
         return STREAMED
+    tables = WIDE_SUMS if summed else WIDE_PIECES if forward else WIDE_GRADIENT
+    longest, rows, piece = tables.get(width, (0, 0, 0))
+    if n <= longest and not (narrow or edges or triangle):
+        return Plan(True, rows, piece, rows * piece // 128, pieces=-(-n // piece))
     waits = NARROW_TRIANGLE if triangle else NARROW
     if forward and narrow and width in waits:
         more = triangle and (edges or masked)
@@ -121,7 +130,7 @@ CLUSTERS = {
     (True, False): ((131072, (1024, 8, 4, 64)), (163840, (1024, 10, 4, 64)), (262144, (1024, 16, 4, 96))),
     (False, False): ((131072, (1024, 8, 8, 64)), (262144, (1024, 16, 8, 80))),
     (True, True): ((131072, (1024, 8, 4, 96)), (262144, (2048, 8, 8, 80))),
-    (False, True): ((131072, (512, 16, 4, 160)), (163840, (1024, 10, 8, 104)), (262144, (1024, 16, 8, 128, 8))),
+    (False, True): ((131072, (512, 16, 4, 160)), (163840, (1024, 10, 8, 120)), (262144, (1024, 16, 8, 128, 8))),
 }
 # Forward rows of whole vectors, whose results are written, are served better by more and smaller blocks, as long as a cluster has no more
 # than ten: bf16 16384 columns 4.09–4.13 TB/s and in a program 4.01, 32768 4.09 and 4.03, float32 32768 4.14–4.20 and 4.09. Of sums they are
@@ -146,6 +155,32 @@ def cluster(n: int, narrow: bool, piece: int, most: int, warps: int, registers: 
     """Rows of `n` elements on as few thread blocks of `most` pieces as hold them."""
     parts = -(-n // (piece * most))
     return Plan(True, 1, piece, warps, registers=registers, narrow=narrow, parts=parts, pieces=-(-n // (parts * piece)), held=held)
+
+
+# Neighbouring rows, none of them hidden, by (elements of 16 bits, backward): up to which length, rows and columns of a piece, pieces of a
+# thread block at most, warps, registers. A piece is a vector a thread, of a column's elements in neighbouring rows. What counts is how much
+# of a line a stripe has (bf16 1024 columns 3.41 TB/s in 64 rows and 3.17 in 32; float32, where 64 rows are two lines, 3.88), then bytes
+# that wait on an SM (192 KB) in many small blocks: in eight warps and 104 registers, 128 KB, 3.14. With more than eight or so parts
+# narrower stripes are better ("Across the rows" in docs/notes/softmax.md).
+STRIPES = {
+    (True, False): ((128, (64, 16, 8, 4, 80)), (4096, (64, 16, 32, 4, 168)), (8192, (32, 16, 32, 2, 168)), (30720, (16, 64, 30, 4, 168))),
+    (False, False): ((4096, (64, 8, 32, 4, 168)), (8192, (32, 16, 32, 4, 168)), (16384, (16, 64, 16, 8, 104))),
+    (True, True): ((4096, (64, 16, 16, 4, 168)), (16384, (32, 64, 16, 8, 168))),
+    (False, True): ((2048, (64, 8, 16, 4, 168)), (4096, (32, 16, 16, 4, 168)), (8192, (16, 64, 8, 8, 104))),
+}
+STRIPES_BEYOND = 32  # columns
+
+
+def choose_stripe(n: int, n0: int, backward: bool, narrow: bool) -> Plan | None:
+    """The cluster for rows of `n` elements, `n0` of them side by side; None where a tile is as good, or where no cluster holds them."""
+    if n <= STRIPES_BEYOND:
+        return None
+    return next((stripe(n, narrow, *block) for width, block in STRIPES[narrow, backward] if n <= width and block[0] <= n0), None)
+
+
+def stripe(n: int, narrow: bool, rows: int, columns: int, most: int, warps: int, registers: int | None) -> Plan:
+    """As `cluster`, of so many neighbouring rows."""
+    return replace(cluster(n, narrow, columns, most, warps, registers), block_m=rows)
 
 
 @dataclass(frozen=True)

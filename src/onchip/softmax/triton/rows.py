@@ -38,6 +38,7 @@ class Rows:
     vector: int  # elements that are accessed at once
     edges: bool  # rows start and end inside vectors, in all tensors at the same elements
     mask_vector: int  # as `vector`, of a mask whose rows start inside vectors where those of the first tensor do
+    side_by_side: int  # rows of which the elements of one column are accessed at once, as a vector; 1 where they do not lie so
 
     @property
     def count(self) -> int:
@@ -97,7 +98,7 @@ class Rows:
                  "tiles": self.tiles, "blocks": triton.cdiv(self.n, plan.block_n), "span": plan.span(self.n)}
         constants = {"FLAT": self.groups == 1, "PACKED": self.packed, "WIDE": reach > INT32_MAX, "VECTOR": self.vector, "EDGES": self.edges,
                      "MASK_VECTOR": self.mask_vector, "BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "PARTS": plan.parts,
-                     "PIECES": plan.pieces}
+                     "PIECES": plan.pieces, "SIDE_BY_SIDE": self.side_by_side}
         return shape | constants | {f"strides_{name}": steps for name, steps in self.strides.items()}
 
 
@@ -120,8 +121,8 @@ def fold(tensors: dict[str, Tensor], dim: int, queries: bool = False, wide: tupl
 
 @lru_cache(maxsize=4096)
 def layout(shape: torch.Size, strides: tuple[tuple[str, tuple[int, ...]], ...], dim: int, queries: bool, wide: tuple[str, ...],
-           vector: int) -> Rows | None:
-    """`fold` by strides; `vector`: elements that may be accessed at once where they follow each other and start at a multiple of it."""
+           at_once: int) -> Rows | None:
+    """`fold` by strides; `at_once`: elements that may be accessed so where they follow each other and start at a multiple of it."""
     runs: list[tuple[int, tuple[int, ...]]] = []  # (size, stride of each tensor), outermost first
     for d in range(-len(shape), 0):
         alone = queries and d == -2
@@ -135,7 +136,7 @@ def layout(shape: torch.Size, strides: tuple[tuple[str, tuple[int, ...]], ...], 
             runs.append((shape[d], steps))
     if len(runs) > 3:
         return None
-    n, none = shape[dim], (0,) * len(strides)
+    n, none, vector = shape[dim], (0,) * len(strides), at_once
     (n2, s2), (n1, s1), (n0, s0) = runs[:-1] + [(1, none)] * (3 - len(runs)) + runs[-1:]  # where n₁ = 1 the kernel divides once less
     if n0 == 1:
         s0 = none
@@ -150,6 +151,8 @@ def layout(shape: torch.Size, strides: tuple[tuple[str, tuple[int, ...]], ...], 
         whole, vector = True, 1
     beside = of["mask"] if "mask" in of and of["mask"][3] == 1 else None
     mask_vector = vector if beside and all((a - b) % vector == 0 for a, b in zip(beside[:3], of[wide[0]][:3], strict=True)) else 1
+    side_by_side = across and n0 % at_once == 0 and all(
+        s0 == 1 and not any(step % at_once for step in (s2, s1, s)) for s2, s1, s0, s in (of[name] for name in wide))
     places = {name: (a, b, c, d) for name, (a, b, c, d) in of.items()}
     plan = plans.choose(n, across, not whole, "x" in of, narrow(vector, mask_vector, of), queries, "mask" in of, wide == ("x",))
-    return Rows(places, n, n0, n1, n2 * n1, plan, vector, not whole, mask_vector)
+    return Rows(places, n, n0, n1, n2 * n1, plan, vector, not whole, mask_vector, at_once if side_by_side else 1)

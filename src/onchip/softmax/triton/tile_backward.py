@@ -10,12 +10,13 @@ from onchip.softmax.triton.addresses import (
     ends,
     lead,
     locate,
+    multiples,
     only,
     start,
     under_way,
     widen,
 )
-from onchip.softmax.triton.cluster import begun, enter, exchange
+from onchip.softmax.triton.cluster import begun, enter, exchange, leave
 from onchip.softmax.triton.held import await_held, hold, take
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -98,11 +99,13 @@ def _total(dy, y, step_dy, step_y, lead, exists, n, blocks, WIDE: tl.constexpr, 
 def _resident(dy, y, dx, strides_dy, strides_y, strides_dx, scale, n, n0, n1, groups, tiles_a_group, span, FLAT: tl.constexpr,
               PACKED: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr, BLOCK_M: tl.constexpr,
               BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, LOG: tl.constexpr, SCALED: tl.constexpr,
-              HIDING: tl.constexpr, NARROW: tl.constexpr, HELD: tl.constexpr):
+              HIDING: tl.constexpr, NARROW: tl.constexpr, HELD: tl.constexpr, SIDE_BY_SIDE: tl.constexpr):
     """A tile of whole rows, or one of PARTS parts of a row in PIECES of BLOCK_N: two reads, one write. NARROW: 16 bits wait as such.
     HELD: of a part's dy, in float32, so many pieces wait in shared memory."""
     KEPT: tl.constexpr = PIECES if INTERPRETED else PIECES - HELD
-    part, tile, mail = enter(tl.program_id(0), PARTS)
+    part, tile, mail = enter(tl.program_id(0), PARTS, BLOCK_M)
+    strides_dy, strides_y = multiples(strides_dy, SIDE_BY_SIDE), multiples(strides_y, SIDE_BY_SIDE)
+    strides_dx, n0 = multiples(strides_dx, SIDE_BY_SIDE), n0 // SIDE_BY_SIDE * SIDE_BY_SIDE
     i2, i1, i0, exists = locate(tile, n0, n1, groups, tiles_a_group, FLAT, PACKED, BLOCK_M)
     before = lead(strides_y, i2, i1, i0, VECTOR, EDGES)
     row_dy, row_y = begin(dy, strides_dy, i2, i1, i0, VECTOR), begin(y, strides_y, i2, i1, i0, VECTOR)
@@ -149,6 +152,7 @@ def _resident(dy, y, dx, strides_dy, strides_y, strides_dx, scale, n, n0, n1, gr
     if EDGES:  # noqa: SIM102  known when it is compiled
         if part == 0:
             _store_ends(dx, d_ends, p_ends, gone_ends, total, scale, strides_dx, i2, i1, i0, before, n, VECTOR, LOG, SCALED, HIDING)
+    leave(mail, PARTS, BLOCK_M)
 
 
 @triton.jit

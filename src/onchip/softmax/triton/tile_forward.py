@@ -6,8 +6,21 @@ takes five, to keep results below 2⁻¹²⁶.
 import triton
 import triton.language as tl
 
-from onchip.softmax.triton.addresses import INTERPRETED, ahead, begin, columns, ends, lead, locate, only, place, start, under_way
-from onchip.softmax.triton.cluster import begun, enter, exchange
+from onchip.softmax.triton.addresses import (
+    INTERPRETED,
+    ahead,
+    begin,
+    columns,
+    ends,
+    lead,
+    locate,
+    multiples,
+    only,
+    place,
+    start,
+    under_way,
+)
+from onchip.softmax.triton.cluster import begun, enter, exchange, leave
 from onchip.softmax.triton.scores import ask, ask_ends, below, end_scores, larger, scores, waits, whole
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -169,7 +182,7 @@ def _resident(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias
               FLAT: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
               MASK_VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr,
               WANTED: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, BIASED: tl.constexpr, CAUSAL: tl.constexpr,
-              NARROW: tl.constexpr, HALVES: tl.constexpr, SHARED: tl.constexpr):
+              NARROW: tl.constexpr, HALVES: tl.constexpr, SHARED: tl.constexpr, SIDE_BY_SIDE: tl.constexpr):
     """A tile of whole rows, or one of PARTS parts of a row, `span` elements each in PIECES of BLOCK_N; read once and written once.
 
     NARROW: elements of 16 bits wait as such, and are widened for each use. HALVES: rows of a triangle that see no more than half of their
@@ -177,7 +190,9 @@ def _resident(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias
     more, from both ends of the grid: in order, an SM would all but write for a while. SHARED: so many tiles of a group follow each other,
     then as many of the next.
     """
-    part, tile, mail = enter(tl.program_id(0), PARTS)
+    part, tile, mail = enter(tl.program_id(0), PARTS, BLOCK_M)
+    strides_x, strides_y = multiples(strides_x, SIDE_BY_SIDE), multiples(strides_y, SIDE_BY_SIDE)
+    n0 = n0 // SIDE_BY_SIDE * SIDE_BY_SIDE
     if HALVES:
         tile = tl.where(tile % 2 == 0, tile // 2, tiles - 1 - tile // 2)
     i2, i1, i0, exists = locate(tile, n0, n1, groups, tiles_a_group, FLAT, PACKED, BLOCK_M, SHARED)
@@ -190,6 +205,7 @@ def _resident(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias
     else:
         _tile(x, y, mask, bias, strides_x, strides_y, strides_mask, strides_bias, scale, n, n0, span, part, mail, i2, i1, i0, exists, WIDE,
               VECTOR, EDGES, MASK_VECTOR, BLOCK_M, BLOCK_N, 1, PARTS, PIECES, WANTED, SCALED, MASKED, BIASED, CAUSAL, NARROW)
+    leave(mail, PARTS, BLOCK_M)
 
 
 @triton.jit
