@@ -112,12 +112,12 @@ def test_groups_of_concurrent_streams_do_not_disturb_each_other():
 @pytest.mark.parametrize("n", [33_001, 131_072])
 def test_what_is_special_stays_in_its_row_of_parts(n, poison):
     x = data(5, n)
-    x[2, n // 2], x[3] = poison, -float("inf")
+    x[2, n // 2], x[3], x[4, n - 2] = poison, -float("inf"), poison
     y = softmax(x)
     torch.testing.assert_close(y, torch.softmax(x, -1), equal_nan=True, rtol=1e-5, atol=1e-9)
     torch.testing.assert_close(logsumexp(x), torch.logsumexp(x, -1), equal_nan=True)
     mask = torch.ones(5, n, dtype=torch.bool, device="cuda")
-    mask[2, n // 2] = mask[3, 0] = False
+    mask[2, n // 2] = mask[3, 0] = mask[4, n - 2] = False
     masked = softmax(x, mask=mask)
     assert masked.isfinite().all()
     assert (masked[3] == 0).all()

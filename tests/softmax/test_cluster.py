@@ -78,7 +78,7 @@ def test_a_part_that_is_hidden_altogether_has_no_say(force, offset):
 def test_what_is_special_reaches_all_parts_of_its_row_and_no_other(force, poison):
     force(cluster(3))
     x = data(4, 700)
-    x[1, 300], x[2] = poison, -torch.inf
+    x[1, 300], x[2], x[3, 690] = poison, -torch.inf, poison  # in the second part and in the last
     torch.testing.assert_close(softmax(x, backend="triton"), torch.softmax(x, -1), equal_nan=True, rtol=1e-5, atol=1e-9)
     torch.testing.assert_close(logsumexp(x, backend="triton"), torch.logsumexp(x, -1), equal_nan=True)
 

@@ -50,31 +50,43 @@ AWAIT:
     @!out bra AWAIT;
     add.u32 $0, $3, 16;
 }""")
-STAGE = tl.constexpr("st.shared.v2.f32 [$4], {$1, $2}; mov.b32 $0, $3;")
 TAKE = tl.constexpr("ld.shared.v2.f32 {$0, $1}, [$2];")
 
 
 @triton.constexpr_function
-def exchanging(rows, parts):
-    """The same of a pair for each of several rows, which lie staged behind those of all parts: by one bulk copy to each part.
+def writing(rows):
+    """A row's pair in this part's place among those that come, where the other parts' have it too: at $4 if this were the first part."""
+    return f"""{{
+    .reg .b32 place;
+    mov.u32 place, %cluster_ctarank;
+    mad.lo.u32 place, place, {8 * rows}, $4;
+    st.shared.v2.f32 [place], {{$1, $2}};
+    mov.b32 $0, $3;
+}}"""
 
-    It may still be read from here when this part has everybody's, so none leaves (`leave`) before all have arrived here once more.
+
+@triton.constexpr_function
+def exchanging(rows, parts):
+    """The same as above of a pair for each of several rows: by one bulk copy to each of the others.
+
+    It may still be read from here when this part has everybody's, so none leaves (`leave`) before all have got theirs.
     """
     return f"""{{
     .reg .pred out;
-    .reg .b32 peer, there, staged, barrier;
+    .reg .b32 peer, own, place, there, barrier;
     fence.proxy.async.shared::cta;
     barrier.sync.aligned 0;
     mov.u32 peer, %tid.x;
+    mov.u32 own, %cluster_ctarank;
     setp.ge.u32 out, peer, {parts};
     @out bra AWAIT;
-    mov.u32 there, %cluster_ctarank;
-    mad.lo.u32 there, there, {8 * rows}, $1;
-    add.u32 there, there, 16;
-    add.u32 staged, $1, {16 + 8 * rows * parts};
-    mapa.shared::cluster.u32 there, there, peer;
+    setp.eq.u32 out, peer, own;
+    @out bra AWAIT;
+    mad.lo.u32 place, own, {8 * rows}, $1;
+    add.u32 place, place, 16;
+    mapa.shared::cluster.u32 there, place, peer;
     mapa.shared::cluster.u32 barrier, $1, peer;
-    cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [there], [staged], {8 * rows}, [barrier];
+    cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [there], [place], {8 * rows}, [barrier];
 AWAIT:
     mbarrier.try_wait.parity.shared::cta.b64 out, [$1], 0;
     @!out bra AWAIT;
@@ -91,8 +103,9 @@ def enter(program, PARTS: tl.constexpr, ROWS: tl.constexpr):
     """Which part of which tile a program has, and where it gets mail; to be called before anything is read."""
     mail = 0
     if PARTS > 1 and not INTERPRETED:  # of scalars: what is a tensor's may be worked out twice
-        PAIRS: tl.constexpr = MOST_PARTS if ROWS == 1 else (PARTS + 1) * ROWS
-        mail = tl.inline_asm_elementwise(beginning(PAIRS), "=r,r", [program * 0 + 8 * PARTS * ROWS], dtype=tl.int32, is_pure=False, pack=1)
+        PAIRS: tl.constexpr = MOST_PARTS if ROWS == 1 else PARTS * ROWS
+        COMING: tl.constexpr = 8 * (PARTS if ROWS == 1 else (PARTS - 1) * ROWS)  # bytes
+        mail = tl.inline_asm_elementwise(beginning(PAIRS), "=r,r", [program * 0 + COMING], dtype=tl.int32, is_pure=False, pack=1)
     return program % PARTS, program // PARTS, mail
 
 
@@ -111,8 +124,8 @@ def begun(mail, PARTS: tl.constexpr):
 def exchange(a, b, mail, PARTS: tl.constexpr):
     """All parts' a and b, [rows, PARTS up to a power of two], from each one's own, [rows] in float32.
 
-    Beyond PARTS the last a again, and 0 for b. Of one row every thread has them; of several the compiler decides which has which row's, and
-    maybe in how many threads: so they are staged in shared memory, for one thread to send each.
+    Beyond PARTS −∞ for a, and 0 for b. Of one row every thread has them; of several the compiler decides which threads have which row's,
+    one or more: so they are written to shared memory first.
     """
     PADDED: tl.constexpr = 1 << (PARTS - 1).bit_length()
     ROWS: tl.constexpr = a.shape[0]
@@ -121,14 +134,14 @@ def exchange(a, b, mail, PARTS: tl.constexpr):
         pairs = tl.inline_asm_elementwise(EXCHANGE, "=r,f,f,r,r", own, dtype=tl.int32, is_pure=False, pack=1)[:, None]
     else:
         row = tl.arange(0, ROWS)
-        own = [a, b, tl.zeros([ROWS], tl.int32) + mail, mail + (16 + 8 * PARTS * ROWS) + 8 * row]
-        staged = tl.max(tl.inline_asm_elementwise(STAGE, "=r,f,f,r,r", own, dtype=tl.int32, is_pure=False, pack=1), axis=0)
-        pairs = tl.inline_asm_elementwise(exchanging(ROWS, PARTS), "=r,r", [staged], dtype=tl.int32, is_pure=False, pack=1)
+        own = [a, b, tl.zeros([ROWS], tl.int32) + mail, mail + 16 + 8 * row]
+        written = tl.max(tl.inline_asm_elementwise(writing(ROWS), "=r,f,f,r,r", own, dtype=tl.int32, is_pure=False, pack=1), axis=0)
+        pairs = tl.inline_asm_elementwise(exchanging(ROWS, PARTS), "=r,r", [written], dtype=tl.int32, is_pure=False, pack=1)
         pairs += 8 * row[:, None]
     part = tl.arange(0, PADDED)[None, :]
     places = pairs + 8 * ROWS * tl.minimum(part, PARTS - 1)
     a, b = tl.inline_asm_elementwise(TAKE, "=f,=f,r", [places], dtype=(tl.float32, tl.float32), is_pure=False, pack=1)
-    return a, tl.where(part < PARTS, b, 0.0)
+    return tl.where(part < PARTS, a, float("-inf")), tl.where(part < PARTS, b, 0.0)
 
 
 @triton.jit
