@@ -95,7 +95,8 @@ def triton_versions() -> str:
 
 
 # page → its generated parts
-PAGES = {"README.md": {"picture": caption, "ladder": ladder, "forward": tables.forward, "triton": tables.triton, "softmax": tables.softmax},
+PAGES = {"README.md": {"picture": caption, "ladder": ladder, "forward": tables.forward, "triton": tables.triton, "softmax": tables.softmax,
+                       "across": tables.across},
          "docs/ladder.md": {"ladder": ladder, "measured": tables.measured, "crossing": tables.crossing, "incident": tables.incident},
          "docs/questions.md": {"backward": tables.backward, "causal": tables.causal},
          "docs/capabilities.md": {"capabilities": capabilities},

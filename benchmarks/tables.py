@@ -57,11 +57,21 @@ def triton(file: Path = RESULTS / "attention_triton.json") -> str:
 def softmax(file: Path = RESULTS / "softmax.json") -> str:
     """Softmax by row length in bf16, beside what a copy reaches."""
     data = json.loads(file.read_text())
-    rates = {way: softmax_rates(data["results"])[way, "bfloat16"] for way in ("forward", "backward")}
+    return _softmax(data, [r for r in data["results"] if r["n"] >= 1024 and r["n"] & (r["n"] - 1) == 0])
+
+
+def across(file: Path = RESULTS / "softmax.json") -> str:
+    """The same over dim 0 of a matrix, whose elements do not lie side by side."""
+    data = json.loads(file.read_text())
+    return _softmax(data, [r for r in data["others"] if r["section"] == "across"])
+
+
+def _softmax(data: Mapping[str, Any], results: list[Mapping[str, Any]]) -> str:
+    rates = {way: softmax_rates(results)[way, "bfloat16"] for way in ("forward", "backward")}
     present = {way: [n for n in PEERS if any(n in r for r in points.values())] for way, points in rates.items()}
     columns = [(way, name) for way in rates for name in present[way]]
     rows = [[f"{n:.0f}", *(f"{rates[way].get(n, {})[name]:.2f}" if name in rates[way].get(n, {}) else "–" for way, name in columns)]
-            for n in sorted(rates["forward"]) if n >= 1024 and int(n) & (int(n) - 1) == 0]
+            for n in sorted(rates["forward"])]
     versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items() if version)
     return table(["N", *(f"{way}: {PEERS[name]}" for way, name in columns)], rows) + (
         "\n\n*TB/s of compulsory bytes (forward one read and one write, backward two and one), bf16, data out of L2. "

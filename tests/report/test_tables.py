@@ -108,7 +108,7 @@ def test_what_a_causal_mask_saves(tables, forward):
 
 
 def test_the_committed_results_fill_every_table(tables):
-    for make in (tables.forward, tables.triton, tables.softmax, tables.causal, tables.backward):
+    for make in (tables.forward, tables.triton, tables.softmax, tables.across, tables.causal, tables.backward):
         rows = cells(make())
         assert len(rows) > 2
         assert all(len(row) == len(rows[0]) for row in rows)

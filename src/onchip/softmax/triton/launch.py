@@ -188,7 +188,7 @@ def _launch_tiles(module: Any, rows: Rows, tensors: int, named: dict[str, Any], 
 
 
 def _clustered(rows: Rows, x: Tensor, backward: bool, waits: bool, spec: Spec) -> Rows:
-    """`rows` on clusters of thread blocks, where those serve them better and fill the card; `waits`: in the 16 bits they came in."""
+    """`rows` on clusters of thread blocks, where those serve them better and, along the rows, fill the card; `waits`: in 16 bits."""
     card = _card(x.device, (9, 0))
     if card and rows.side_by_side > 1 and not ({"mask", "bias"} & rows.strides.keys() or spec.causal):
         stripe = plans.choose_stripe(rows.n, rows.n0, backward, rows.side_by_side == NARROW_VECTOR)

@@ -5,7 +5,8 @@
     streamed   two passes over blocks of the row: (m, l) online, then the result; two reads, one write: what no other plan takes
 
 A resident or streamed tile is rows × columns, and so the same kernel serves both orders of memory: *along* the row (its elements are
-neighbours; few rows) and *across* it (neighbouring rows lie side by side, as in softmax over dim 0: enough rows for whole sectors).
+neighbours; few rows) and *across* it (neighbouring rows lie side by side, as in softmax over dim 0: enough rows for whole sectors, which
+clusters share too: `stripe`).
 """
 from dataclasses import dataclass, replace
 
