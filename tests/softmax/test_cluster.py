@@ -61,6 +61,8 @@ def test_parts_of_several_pieces(force, parts, n, dtype):
     x[:, :, -40:] += 20  # the largest in the last piece
     agree(x)
     agree(x, log=True, scale=-0.5, causal=True)
+    if dtype == torch.float32:
+        agree(x, bias=data(3, n, seed=1))
 
 
 @pytest.mark.parametrize("offset", [-200.0, 200.0])

@@ -12,7 +12,7 @@ from onchip.softmax.triton.addresses import INTERPRETED
 
 @triton.constexpr_function
 def beginning(pairs):
-    """PTX: shared memory that Triton knows nothing of, a barrier that waits for $1 bytes and, 16 bytes on, so many pairs of numbers."""
+    """PTX: shared memory that Triton knows nothing of, a barrier that waits for $1 bytes and, 16 bytes on, room for so many pairs."""
     return """{
     .reg .pred first;
     .reg .b32 thread;
@@ -55,7 +55,7 @@ TAKE = tl.constexpr("ld.shared.v2.f32 {$0, $1}, [$2];")
 
 @triton.constexpr_function
 def writing(rows):
-    """A row's pair in this part's place among those that come, where the other parts' have it too: at $4 if this were the first part."""
+    """PTX: a row's pair, $1 and $2, among those of all parts, which lie alike in every block; $4: where the first part's would be."""
     return f"""{{
     .reg .b32 place;
     mov.u32 place, %cluster_ctarank;
@@ -67,9 +67,9 @@ def writing(rows):
 
 @triton.constexpr_function
 def exchanging(rows, parts):
-    """The same as above of a pair for each of several rows: by one bulk copy to each of the others.
+    """PTX: as EXCHANGE, a pair of each of `rows` rows: `writing` has put them in place, one bulk copy takes them to each other part.
 
-    It may still be read from here when this part has everybody's, so none leaves (`leave`) before all have got theirs.
+    It may still read them here when this part has everybody's, so none leaves (`leave`) before all have got theirs.
     """
     return f"""{{
     .reg .pred out;

@@ -152,7 +152,7 @@ def layout(shape: torch.Size, strides: tuple[tuple[str, tuple[int, ...]], ...], 
     beside = of["mask"] if "mask" in of and of["mask"][3] == 1 else None
     mask_vector = vector if beside and all((a - b) % vector == 0 for a, b in zip(beside[:3], of[wide[0]][:3], strict=True)) else 1
     side_by_side = across and n0 % at_once == 0 and all(
-        s0 == 1 and not any(step % at_once for step in (s2, s1, s)) for s2, s1, s0, s in (of[name] for name in wide))
+        s0 == 1 and not any(step % at_once for step in (s2, s1, s)) for name, (s2, s1, s0, s) in of.items() if name not in ("mask", "bias"))
     places = {name: (a, b, c, d) for name, (a, b, c, d) in of.items()}
     plan = plans.choose(n, across, not whole, "x" in of, narrow(vector, mask_vector, of), queries, "mask" in of, wide == ("x",))
     return Rows(places, n, n0, n1, n2 * n1, plan, vector, not whole, mask_vector, at_once if side_by_side else 1)
