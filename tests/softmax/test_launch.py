@@ -7,7 +7,7 @@ import torch
 from onchip.softmax import api, ops
 from onchip.softmax.api import softmax
 from onchip.softmax.contract import Spec
-from onchip.softmax.triton import launch
+from onchip.softmax.triton import launch, words
 from onchip.testing.softmax import DEVICE
 from tests.softmax.conftest import forget
 
@@ -20,7 +20,7 @@ SPEC = Spec(-1, False, 1.0, False, False, torch.float32)
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
     forget()
-    monkeypatch.setattr(launch, "_EXCHANGES", {})
+    monkeypatch.setattr(words, "_EXCHANGES", {})
     monkeypatch.setattr(api, "_KNOWN", {})
     monkeypatch.setattr(api, "_LATEST", {})
     yield
@@ -60,30 +60,30 @@ def test_tags_of_a_stream_are_never_used_twice(monkeypatch):
         type = "cuda"
 
     device = Device()
-    monkeypatch.setattr(launch._Exchange, "__init__", lambda self, device: self.__dict__.update(words=torch.zeros(4), tag=1, lock=Lock()))
-    words, first = launch.exchange(device, 7, 10)
-    same, second = launch.exchange(device, 7, 5)
-    assert same is words
+    monkeypatch.setattr(words._Exchange, "__init__", lambda self, device: self.__dict__.update(words=torch.zeros(4), tag=1, lock=Lock()))
+    ours, first = words.exchange(device, 7, 10)
+    same, second = words.exchange(device, 7, 5)
+    assert same is ours
     assert (first, second) == (1, 11)
-    assert launch.exchange(device, 7, 1)[1] == 16
-    other, tag = launch.exchange(device, 8, 5)
-    assert other is not words
+    assert words.exchange(device, 7, 1)[1] == 16
+    other, tag = words.exchange(device, 8, 5)
+    assert other is not ours
     assert tag == 1
-    words.fill_(3.0)
-    launch._EXCHANGES[device, 7].tag = 2**31 - 3
-    assert launch.exchange(device, 7, 3) == (words, 1)  # from the start, with clean words
-    assert not words.any()
+    ours.fill_(3.0)
+    words._EXCHANGES[device, 7].tag = 2**31 - 3
+    assert words.exchange(device, 7, 3) == (ours, 1)  # from the start, with clean words
+    assert not ours.any()
 
 
 @pytest.mark.parametrize("captured", [True, False])
 def test_graphs_and_threads_get_words_of_their_own(monkeypatch, captured):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
-    monkeypatch.setattr(launch._Exchange, "__init__", lambda self, device: self.__dict__.update(words=torch.zeros(4), tag=1, lock=Lock()))
+    monkeypatch.setattr(words._Exchange, "__init__", lambda self, device: self.__dict__.update(words=torch.zeros(4), tag=1, lock=Lock()))
     device = type("Device", (), {"type": "cuda"})()
-    stream = 9 if captured else launch.PER_THREAD
-    assert launch.exchange(device, stream, 4)[0] is not launch.exchange(device, stream, 4)[0]
-    assert launch._EXCHANGES == {}
-    assert launch.exchange(device, stream, 0) == ()
+    stream = 9 if captured else words.PER_THREAD
+    assert words.exchange(device, stream, 4)[0] is not words.exchange(device, stream, 4)[0]
+    assert words._EXCHANGES == {}
+    assert words.exchange(device, stream, 0) == ()
 
 
 @pytest.fixture(params=[(True, True), (True, False), (False, True)], ids=["like the latest", "like one before", "without Dynamo's guard"])

@@ -6,7 +6,6 @@ remembered, and Triton's own work on a kernel's arguments (15–35 µs) is skipp
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from threading import Lock
 from typing import Any
 
 import torch
@@ -17,9 +16,8 @@ from onchip.softmax.contract import Spec
 from onchip.softmax.triton import plan as plans
 from onchip.softmax.triton import tile_backward, tile_forward
 from onchip.softmax.triton.rows import NARROW_VECTOR, Rows, fold
+from onchip.softmax.triton.words import exchange, pointers
 
-PER_THREAD = 2  # CUDA's handle of the calling thread's default stream
-WORDS = 1 << 13  # through which groups exchange: 4 for each thread block
 REMEMBERED = 4096  # kinds of calls
 
 
@@ -46,7 +44,7 @@ class Launch:
             if self.launcher is None:
                 self._first(*tensors, *through)
             else:
-                self.launcher(self.grid, stream, (*[t.data_ptr() for t in tensors], *_pointers(through), *self.rest))
+                self.launcher(self.grid, stream, (*[t.data_ptr() for t in tensors], *pointers(through), *self.rest))
 
     def _first(self, *arguments: Any) -> None:
         """By Triton's own path, which compiles; from then on by its launcher, where there is one. It alone knows clusters."""
@@ -58,40 +56,6 @@ class Launch:
         compiled = self.kernel[(self.grid,)](*arguments, *self.rest, **self.options)
         if Launcher.serves(compiled):
             self.launcher = Launcher(compiled)
-
-
-class _Exchange:
-    """Words of a stream, whose launches follow each other, and the next tag that no launch has used."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.words, self.tag, self.lock = torch.zeros(WORDS, dtype=torch.int64, device=device), 1, Lock()
-
-    def tags(self, rounds: int) -> int:
-        """The first of `rounds` new tags."""
-        with self.lock:  # two threads may launch on one stream
-            if self.tag + rounds >= 2**31:
-                self.words.zero_()
-                self.tag = 1
-            self.tag += rounds
-            return self.tag - rounds
-
-
-_EXCHANGES: dict[tuple[torch.device, int], _Exchange] = {}
-
-
-def exchange(device: torch.device, stream: int, rounds: int) -> tuple[Any, ...]:
-    """(words, tag) for a launch of `rounds` exchanges; nothing for none.
-
-    A graph may be replayed on any stream, and one handle names the default streams of all threads: their launches get their own words.
-    """
-    if not rounds:
-        return ()
-    if device.type != "cuda" or stream == PER_THREAD or torch.cuda.is_current_stream_capturing():
-        return _Exchange(device).words, 1
-    found = _EXCHANGES.get((device, stream))
-    if found is None:
-        found = _EXCHANGES[device, stream] = _Exchange(device)
-    return found.words, found.tags(rounds)
 
 
 _LAUNCHES: dict[tuple[Any, ...], Any] = {}
@@ -255,7 +219,7 @@ def quick(x: Tensor, spec: Spec) -> Callable[[Tensor, int], Tensor] | None:
         if start:
             start(stream, address, y.data_ptr())
         else:
-            launcher(grid, stream, (address, y.data_ptr(), *absent, *_pointers(exchange(device, stream, rounds)), *launch.rest))
+            launcher(grid, stream, (address, y.data_ptr(), *absent, *pointers(exchange(device, stream, rounds)), *launch.rest))
         return y
 
     return run
@@ -266,7 +230,3 @@ def _empty(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], 
     1.5), without arguments to parse and without the dispatcher. (Deterministic mode does not fill it; every element is written.)"""
     direct = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None) if device.type == "cuda" else None
     return direct or (lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device))
-
-
-def _pointers(through: tuple[Any, ...]) -> tuple[int, ...]:
-    return (through[0].data_ptr(), through[1]) if through else ()
