@@ -144,7 +144,8 @@ def compile_one(wanted: Candidate, shape: tuple[int, ...], dtype: torch.dtype, w
 def measure(n: int, candidates: list[Candidate], dtype: torch.dtype, what: str, across: bool, elements: int, repeats: int) -> list[dict]:
     """Each candidate's rate, checked; a copy's and quack's beside them, where positions are hidden the plain kernel's."""
     shape, backward = shape_of(n, what, elements), what == "backward"
-    xs, *dys = ([turned(x, across) for x in of] for of in buffers(shape, dtype, 1 + backward))
+    xs, *more = ([turned(x, across) for x in of] for of in buffers(shape, dtype, 1 + backward))
+    dys = more[0] if backward else None
     mask, sets, calls = beside_of(what, shape), len(xs), {}
     out, copied = result(xs[0], what), torch.empty_like(xs[0])
     some = torch.linspace(0, copied.numel() // n - 1, 64, device="cuda").long()
@@ -155,9 +156,9 @@ def measure(n: int, candidates: list[Candidate], dtype: torch.dtype, what: str, 
     if what == "sum":
         right = torch.logsumexp(s, -1, True)
     if backward:
-        d, p = (t.view(-1, n)[some].double() for t in (dys[0][0], ys[0]))
+        d, p = (t.view(-1, n)[some].double() for t in (dys[0], ys[0]))
         right = p * (d - (p * d).sum(-1, keepdim=True))
-    sources, others = (dys[0], ys) if backward else (xs, [mask] * sets)
+    sources, others = (dys, ys) if backward else (xs, [mask] * sets)
     for wanted in candidates:
         run = made(wanted, arguments(what, sources[0], out, others[0]), what)
         out.fill_(torch.nan)
@@ -174,7 +175,7 @@ def measure(n: int, candidates: list[Candidate], dtype: torch.dtype, what: str, 
         for x in xs:
             x.requires_grad_(backward)
         kept = [quack(x) for x in xs]
-        calls["quack"] = ((lambda i: torch.autograd.grad(kept[i % sets], xs[i % sets], dys[0][i % sets], retain_graph=True)) if backward
+        calls["quack"] = ((lambda i: torch.autograd.grad(kept[i % sets], xs[i % sets], dys[i % sets], retain_graph=True)) if backward
                           else lambda i: quack(xs[i % sets]))
     seen = 1 - (shape[-2] - 1) / (2 * n)  # of a triangle
     passes = {"forward": 2, "backward": 3, "sum": 1, "causal": 1 + seen, "mask": 2 + 1 / (shape[0] * dtype.itemsize)}[what]

@@ -121,6 +121,8 @@ def test_a_bound_launch_hands_the_driver_everything(monkeypatch):
         assert config == [24, 1, 1, 64, 1, 1, 512, stream, 0, 0, 99]
         rounded = int.from_bytes(struct.pack("<f", 1.5)[2:], "little")
         assert struct.unpack(LAYOUT, block) == (*pointers, -3, -(1 << 40), 0.5, -2.0, rounded, 0.1, True, 7, 0, 0, 0)
+    with pytest.raises(TypeError, match="missing 1 required"):
+        start(0, 1)
 
 
 @pytest.mark.parametrize(("driver", "properties"), [

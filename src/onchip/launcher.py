@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+PER_THREAD = 2  # CUDA's handle of the calling thread's default stream
 PORTABLE_CLUSTER = 8  # thread blocks that every card with clusters runs together
 NON_PORTABLE_ALLOWED = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED: Hopper runs 16
 FLOATS = {"fp16": "<e", "fp32": "<f", "fp64": "<d"}  # Triton's types → how `struct` writes them
@@ -104,6 +105,12 @@ class Launcher:
                 by_triton(stream, x, y)
 
         return start
+
+
+def follows_others(stream: int) -> bool:
+    """Do this stream's launches follow each other, so that one piece of memory serves them all? A graph may be replayed on any stream, and
+    one handle names the default streams of all threads: their launches get their own."""
+    return stream != PER_THREAD and not torch.cuda.is_current_stream_capturing()
 
 
 def divisor(d: int) -> tuple[int, int, int]:

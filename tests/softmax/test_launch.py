@@ -4,6 +4,7 @@ from threading import Lock
 import pytest
 import torch
 
+from onchip import launcher
 from onchip.softmax import api, ops
 from onchip.softmax.api import softmax
 from onchip.softmax.contract import Spec
@@ -80,7 +81,7 @@ def test_graphs_and_threads_get_words_of_their_own(monkeypatch, captured):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
     monkeypatch.setattr(words._Exchange, "__init__", lambda self, device: self.__dict__.update(words=torch.zeros(4), tag=1, lock=Lock()))
     device = type("Device", (), {"type": "cuda"})()
-    stream = 9 if captured else words.PER_THREAD
+    stream = 9 if captured else launcher.PER_THREAD
     assert words.exchange(device, stream, 4)[0] is not words.exchange(device, stream, 4)[0]
     assert words._EXCHANGES == {}
     assert words.exchange(device, stream, 0) == ()

@@ -20,13 +20,12 @@ from onchip.attention.hopper.producer import FAR
 from onchip.attention.hopper.split import Merge, cut
 from onchip.attention.hopper.tiles import ROWS, Tile
 from onchip.attention.problem import AttentionProblem
-from onchip.launcher import Launcher, divisor
+from onchip.launcher import Launcher, divisor, follows_others
 
 LOG2E = math.log2(math.e)
 WRAP, ORIGIN = 1 << 34, 0x7FFF0000  # stride of the wrap axis (less a row); extent of the wrap and origin axes
 ALIGNED = 8  # elements of 2 bytes in the 16 bytes that TMA wants addresses and strides to be multiples of
 LAST = 2  # tiles a thread block in the last section of a causal call
-PER_THREAD = 2  # CUDA's handle of the calling thread's default stream
 REMEMBERED = 1024  # plans, and tensor maps of one plan
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
@@ -241,9 +240,8 @@ _MEMORY: dict[tuple[int, int], Tensor] = {}
 
 def _memory(device: int, stream: int, words: int) -> Tensor:
     """At least so many int32 for a launch to work in. The first, the counter of tiles taken, is 0 before and after every launch, and no
-    other need be anything, so that one piece serves all launches of a stream, which follow each other. A graph may be replayed on any
-    stream, and one handle names the default streams of all threads: their launches get their own."""
-    if stream == PER_THREAD or torch._C._cuda_isCurrentStreamCapturing():
+    other need be anything, so that one piece serves all launches of a stream that follow each other."""
+    if not follows_others(stream):
         return torch.zeros(words, dtype=torch.int32, device=torch.device("cuda", device))
     found = _MEMORY.get((device, stream))
     if found is None or found.numel() < words:

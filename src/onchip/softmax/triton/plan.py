@@ -85,7 +85,9 @@ def choose(n: int, across: bool, edges: bool = False, forward: bool = True, narr
     if across:
         fits = ACROSS_LEAST * width <= ACROSS_TILE
         return Plan(True, min(ACROSS_ROWS, ACROSS_TILE // width), width, ACROSS_WARPS) if fits else ACROSS_STREAMED
-    pieces = _in_pieces(n, width, edges, forward, masked, summed) if narrow and not triangle and width in PIECES else None
+    pieces = None
+    if not triangle:
+        pieces = _in_pieces(n, width, edges, forward, masked, summed) if narrow else _in_wide_pieces(n, width, edges, forward, summed)
     if pieces:
         return pieces
     if narrow and 2 * width <= SHORT_NARROW[0] and not (edges or triangle or masked or summed):
@@ -94,10 +96,6 @@ def choose(n: int, across: bool, edges: bool = False, forward: bool = True, narr
         return Plan(True, SHORT_TILE // width, width, SHORT_WARPS)
     if width not in RESIDENT_WARPS:
         return STREAMED
-    tables = WIDE_SUMS if summed else WIDE_PIECES if forward else WIDE_GRADIENT
-    longest, rows, piece = tables.get(width, (0, 0, 0))
-    if n <= longest and not (narrow or edges or triangle):
-        return Plan(True, rows, piece, rows * piece // 128, pieces=-(-n // piece))
     waits = NARROW_TRIANGLE if triangle else NARROW
     if forward and narrow and width in waits:
         more = triangle and (edges or masked)
@@ -108,7 +106,9 @@ def choose(n: int, across: bool, edges: bool = False, forward: bool = True, narr
 
 
 def _in_pieces(n: int, width: int, edges: bool, forward: bool, masked: bool, summed: bool) -> Plan | None:
-    """Rows of `n` elements in pieces, where those serve them better than a tile of `width` columns."""
+    """Rows of `n` elements that wait in 16 bits, in pieces where those serve them better than a tile of `width` columns."""
+    if width not in PIECES:
+        return None
     rows, piece, registers = PIECES[width]
     full = n > width - piece
     if edges:
@@ -119,9 +119,19 @@ def _in_pieces(n: int, width: int, edges: bool, forward: bool, masked: bool, sum
         registers = registers and PIECES_MASKED
     elif full and not summed:
         piece, registers = FULL.get(width, piece), None
-    if piece is None:
-        return None
-    return Plan(True, rows, piece, rows * piece // 256, registers=registers, narrow=True, pieces=-(-n // piece))
+    return None if piece is None else _pieces(n, rows, piece, 8, registers)
+
+
+def _in_wide_pieces(n: int, width: int, edges: bool, forward: bool, summed: bool) -> Plan | None:
+    """The same of rows that wait in float32."""
+    table = WIDE_SUMS if summed else WIDE_PIECES if forward else WIDE_GRADIENT
+    longest, rows, piece = table.get(width, (0, 0, 0))
+    return None if edges or n > longest else _pieces(n, rows, piece, 4)
+
+
+def _pieces(n: int, rows: int, piece: int, vector: int, registers: int | None = None) -> Plan:
+    """Of `piece` columns, a vector a thread."""
+    return Plan(True, rows, piece, rows * piece // (32 * vector), registers=registers, narrow=vector == 8, pieces=-(-n // piece))
 
 
 # Longer rows on clusters. By (elements wait in 16 bits, backward): up to which length, columns of a piece, pieces of a thread block at

@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-PER_THREAD = 2  # CUDA's handle of the calling thread's default stream
+from onchip.launcher import follows_others
+
 WORDS = 1 << 13  # 4 for each thread block
 
 
@@ -28,13 +29,10 @@ _EXCHANGES: dict[tuple[torch.device, int], _Exchange] = {}
 
 
 def exchange(device: torch.device, stream: int, rounds: int) -> tuple[Any, ...]:
-    """(words, tag) for a launch of `rounds` exchanges; nothing for none.
-
-    A graph may be replayed on any stream, and one handle names the default streams of all threads: their launches get their own words.
-    """
+    """(words, tag) for a launch of `rounds` exchanges; nothing for none."""
     if not rounds:
         return ()
-    if device.type != "cuda" or stream == PER_THREAD or torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or not follows_others(stream):
         return _Exchange(device).words, 1
     found = _EXCHANGES.get((device, stream))
     if found is None:
